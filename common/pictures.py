@@ -1,8 +1,7 @@
-"""Pictures without torch: opened, checked, resized. One rule says how large anything is shown, to
-policy and trainer.
+"""Pictures without torch: opened, checked, resized.
 
-A picture is decoded and resized once (`Media.open`), for trainer and engine; tools cut from the
-encoded originals.
+One rule (`shown_size`) gives the size at which policy and trainer see a picture. It is decoded and
+resized once (`Media.open`), for trainer and engine; tools cut from the encoded originals.
 """
 
 import hashlib
@@ -18,11 +17,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 if TYPE_CHECKING:
     import numpy as np
 
-CELL = 28  # side, in pixels, of what becomes one visual token: 2 x 2 patches of 14
+CELL = 28  # side, in pixels, of a visual token: 2 x 2 patches of 14
 MAX_RATIO = 200  # of the sides: Qwen2-VL's image processor refuses more
 MAX_SOURCE_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
-MAX_SIDE = 100_000  # pixels: Pillow's decoders run out of numbers beyond, and call it memory
-# some of Pillow's others start programs
+MAX_SIDE = 100_000  # pixels: beyond it Pillow's decoders overflow, and report it as lack of memory
+# some of Pillow's other decoders start programs
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
@@ -33,44 +32,47 @@ class BadRow(ValueError):
 def shown_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """(width, height) at which a picture is shown: multiples of 28, at least 28, at most 1:200.
 
-    It is what Qwen2-VL's `smart_resize` gives, if that accepts the picture and would accept its own
-    result again. Otherwise sides below 28, and then the shorter one up to a 200th of the longer,
-    are enlarged first; and the result is cut to 1:200. Area, as of `smart_resize`: at most
-    max_pixels, if that is at least 784 * (ratio of the sides + 1) and 4 * min_pixels; rounding up
-    may exceed it below that. ValueError if max_pixels is below 784 or min_pixels.
+    It is the result of Qwen2-VL's `smart_resize`, if that accepts the picture and would accept its
+    own result again. Otherwise sides below 28, and then the shorter one up to a 200th of the
+    longer, are enlarged first; and the result is cut to 1:200. The area, as with `smart_resize`, is
+    at most max_pixels, if that is at least 784 * (ratio of the sides + 1) and 4 * min_pixels; below
+    that rounding up may exceed it. ValueError if max_pixels is below 784 or min_pixels.
     """
     if max_pixels < CELL**2 or min_pixels > max_pixels:
         raise ValueError(
             f"shown_size: got min_pixels {min_pixels}, max_pixels {max_pixels}; the latter is "
             "the larger"
         )
-    acceptable = 0 < max(width, height) <= MAX_RATIO * min(width, height)
-    size = smart_resize(width, height, min_pixels, max_pixels) if acceptable else (0, 0)
+    size = (0, 0)
+    if 0 < max(width, height) <= MAX_RATIO * min(width, height):
+        size = smart_resize(width, height, min_pixels, max_pixels)
     if min(size) < CELL:
         longer = max(width, height, CELL)
-        width, height = (max(side, CELL, longer / MAX_RATIO) for side in (width, height))
-        size = smart_resize(width, height, min_pixels, max_pixels)
+        enlarged_width = max(width, CELL, longer / MAX_RATIO)
+        enlarged_height = max(height, CELL, longer / MAX_RATIO)
+        size = smart_resize(enlarged_width, enlarged_height, min_pixels, max_pixels)
     longest = MAX_RATIO * min(size)
     return min(size[0], longest), min(size[1], longest)
 
 
 def smart_resize(width: float, height: float, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Qwen2-VL's rule: to the nearest multiples of 28, scaled if their area is out of bounds."""
-    nearest = round(width / CELL) * CELL, round(height / CELL) * CELL
-    if nearest[0] * nearest[1] > max_pixels:
+    """Qwen2-VL's rule: the nearest multiples of 28, scaled if their area is out of bounds."""
+    new_width = round(width / CELL) * CELL
+    new_height = round(height / CELL) * CELL
+    area = new_width * new_height
+    if area > max_pixels:
         scale = sqrt(width * height / max_pixels)
-        return max(CELL, floor(width / scale / CELL) * CELL), max(
-            CELL, floor(height / scale / CELL) * CELL
-        )
-    if nearest[0] * nearest[1] < min_pixels:
+        new_width = max(CELL, floor(width / scale / CELL) * CELL)
+        new_height = max(CELL, floor(height / scale / CELL) * CELL)
+    elif area < min_pixels:
         scale = sqrt(min_pixels / (width * height))
-        return ceil(width * scale / CELL) * CELL, ceil(height * scale / CELL) * CELL
-    return nearest
+        new_width = ceil(width * scale / CELL) * CELL
+        new_height = ceil(height * scale / CELL) * CELL
+    return new_width, new_height
 
 
 def decode(data: bytes) -> Image.Image:
-    """The picture in RGB, upright, at its own resolution. ValueError with a short reason if it
-    cannot be read."""
+    """The picture in RGB, upright, at its own resolution. ValueError with a short reason."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         check_size(image)
@@ -80,7 +82,7 @@ def decode(data: bytes) -> Image.Image:
     except UnidentifiedImageError as error:  # its text holds an address in memory
         raise ValueError(f"unreadable image: none of {', '.join(FORMATS)}") from error
     except Exception as error:
-        # on broken files Pillow's decoders raise what they happen to run into
+        # on broken files Pillow's decoders raise errors of any kind
         raise ValueError(f"unreadable image: {error!s:.200}") from error
 
 
@@ -95,12 +97,13 @@ def check_size(image: Image.Image) -> None:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Transparency becomes white, 16 bits become 8. ValueError for numbers of which none is known
-    to be white."""
-    if image.mode in ("I", "F") and (
-        (most := max(map(abs, image.getextrema()))) > 255 or 0 < most <= 1
-    ):
-        raise ValueError("a picture of 32-bit numbers, not of 0 to 255: which of them is white?")
+    """Transparency becomes white, 16 bits become 8. ValueError for numbers of an unknown range."""
+    if image.mode in ("I", "F"):
+        largest = max(abs(value) for value in image.getextrema())
+        if largest > 255 or 0 < largest <= 1:
+            raise ValueError(
+                "a picture of 32-bit numbers, not of 0 to 255: which of them is white?"
+            )
     if image.mode.startswith("I;16"):
         image = image.convert("I").point(lambda value: value / 256).convert("L")
     elif image.has_transparency_data:
@@ -110,8 +113,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def encode(image: Image.Image | bytes) -> bytes:
-    """PNG, little compressed: ten times as fast. Bytes stay what they are; ValueError if `decode`
-    cannot read them."""
+    """A picture as PNG, little compressed, which is ten times as fast.
+
+    Bytes are returned as they are; ValueError if `decode` cannot read them.
+    """
     if isinstance(image, bytes):
         decode(image)
         return image
@@ -122,15 +127,19 @@ def encode(image: Image.Image | bytes) -> bytes:
 
 
 def shown(size: tuple[int, int], kind: str, context: dict) -> tuple[int, int]:
-    """How large a picture is shown: `kind` "image", which crops are too, or "video" for frames,
-    selected or not."""
+    """(width, height) at which a picture of that size is shown.
+
+    kind: "image", also for crops, or "video" for frames, selected or not. context: the fields of
+    `PixelLimits`.
+    """
     max_pixels = context["max_pixels"] if kind == "image" else context["max_frame_pixels"]
-    return shown_size(*size, min(context["min_pixels"], max_pixels), max_pixels)
+    min_pixels = min(context["min_pixels"], max_pixels)
+    return shown_size(*size, min_pixels, max_pixels)
 
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """Areas (pixels) that pictures are resized to: images and crops, and each frame of a video."""
+    """Areas, in pixels, to which images, crops, and frames of videos are resized."""
 
     min_pixels: int
     max_pixels: int
@@ -142,36 +151,37 @@ class PixelLimits:
 
 @dataclass(eq=False)
 class Media:
-    """An image or a video: what is shown of it, and the encoded originals, which tools cut from."""
+    """An image or a video: its pixels as shown, and the encoded originals, from which tools cut."""
 
     kind: str  # "image" or "video"
     frames: list[bytes]  # encoded, original resolution; an image has one
-    # [F, H, W, 3] uint8, resized: multiples of 28; what trainer and engine see
+    # [F, H, W, 3] uint8, H and W multiples of 28: as trainer and engine see it
     pixels: "np.ndarray"
-    is_frame: bool = False  # an image that was a frame of a video, and is shown as large as one
+    is_frame: bool = False  # an image that was a frame of a video, and has the size of one
 
     @classmethod
     def open(
         cls, kind: str, frames: Sequence[bytes], limits: PixelLimits, is_frame: bool = False
     ) -> "Media":
-        """ValueError, with a short reason, for frames that cannot be decoded. All get the size of
-        the first."""
-        import numpy as np  # not for the workers of tools, which only decode
+        """Decode and resize; all frames get the size of the first. ValueError with a reason."""
+        import numpy as np  # here: the workers of tools only decode
 
-        size, shown = None, []
-        for data in frames:
-            picture = decode(data)
-            size = size or limits.shown_size("video" if is_frame else kind, *picture.size)
-            shown.append(
-                np.asarray(picture.resize(size, resample=3) if picture.size != size else picture)
-            )
-        return cls(kind, list(frames), np.stack(shown), is_frame)
+        size = None
+        arrays = []
+        for frame in frames:
+            picture = decode(frame)
+            if size is None:
+                size = limits.shown_size("video" if is_frame else kind, *picture.size)
+            if picture.size != size:
+                picture = picture.resize(size, resample=Image.Resampling.BICUBIC)
+            arrays.append(np.asarray(picture))
+        return cls(kind, list(frames), np.stack(arrays), is_frame)
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Patches: pairs of frames, rows, columns."""
         frames, height, width, _ = self.pixels.shape
-        return -(-frames // 2), height // 14, width // 14
+        return ceil(frames / 2), height // 14, width // 14
 
     @property
     def num_tokens(self) -> int:
@@ -180,14 +190,14 @@ class Media:
 
     @cached_property
     def uuid(self) -> str:
+        """A hash of the pixels as shown: equal pictures share it."""
         digest = hashlib.blake2b(f"{self.kind}{self.pixels.shape}".encode(), digest_size=16)
         digest.update(self.pixels.tobytes())
         return digest.hexdigest()
 
 
 def blank() -> Media:
-    """The smallest picture: a rank without any runs the vision tower on it, as the others run it on
-    theirs."""
+    """The smallest picture: a rank without pictures runs the vision tower on it, as others do."""
     import numpy as np
 
     return Media("image", [], np.zeros((1, CELL, CELL, 3), dtype=np.uint8))

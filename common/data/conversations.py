@@ -1,14 +1,11 @@
-"""Supervised data as token ids, masks and pictures; the formats of rows are in
-common/data/formats.py.
+"""Supervised data as token ids, masks and pictures; common/data/formats.py reads the rows.
 
-Trained on is what the assistant says and the token that ends its turn; never headers, other roles,
-pictures, padding.
+Trained on are the assistant's words and the token that ends its turn; never headers, other roles,
+pictures or padding.
 """
 
 import gc
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +14,13 @@ from typing import Literal
 import numpy as np
 from jinja2 import TemplateError
 
-from common.data.formats import Conversation, pictured, read_conversation, text_of, unread_keys
+from common.data.formats import (
+    Conversation,
+    num_pictures,
+    read_conversation,
+    text_of,
+    unread_keys,
+)
 from common.data.media import count_tokens, open_media
 from common.data.protocols import native_calls, spacing
 from common.data.render import (
@@ -30,7 +33,7 @@ from common.data.render import (
     without_spaces,
 )
 from common.data.rows import RowFiles
-from common.data.scan import Fingerprint, Found, KnownTokens, once_per_machine
+from common.data.scan import Fingerprint, KnownTokens, ScanReport, num_shared, once_per_machine
 from common.distributed import World
 from common.files import shorten
 from common.pictures import BadRow, Media
@@ -39,76 +42,79 @@ from common.torch_repair import transformers
 from common.types import Episode
 from common.vision import Vision
 
-# of the assistant: the template renders a conversation up to each of them, which takes their square
+# turns of the assistant: the template renders the conversation up to each, which is quadratic
 MAX_TURNS = 500
-NAMED_KEYS = 10  # of messages, that are not read
-LONG = 2**20  # characters of a conversation of which the tokenizer is tried out at the start
+MAX_NOTED_KEYS = 10  # keys of messages that are not read
+LONG = 2**20  # characters: a longer conversation is tokenised at the start, to see that it can be
 
 
 def read_turns(
     messages: list[dict], tokenizer, max_tokens: int
 ) -> tuple[str, dict[int, tuple[int, int]]]:
-    """The text of a conversation up to the end of the assistant's last turn, and its turns: number
-    -> (start, end).
+    """The text of a conversation up to the end of the assistant's last turn, and its turns.
 
-    Between start and end stand the characters that it says, its end token included. Of very many
-    turns those are left out that begin behind the cut at `max_tokens`. BadRow if the template
-    changes earlier turns.
+    The turns are {index of the message: (start, end)}: the characters that the assistant writes,
+    its end token included. If there are very many, those behind the cut at `max_tokens` are left
+    out. BadRow if the template changes earlier turns.
     """
-    numbers = [
-        turn for turn, message in enumerate(messages) if turn and message["role"] == "assistant"
-    ]
+    indices = []
+    for i, message in enumerate(messages):
+        if i > 0 and message["role"] == "assistant":
+            indices.append(i)
     template = partial(
         tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False
     )
-    end_token, tail = tokenizer.eos_token, after_last_turn(tokenizer)
-    text = template(messages[: numbers[-1] + 1])
+    text = template(messages[: indices[-1] + 1])
     cut = len(text)
-    if len(numbers) > MAX_TURNS and tokenizer.is_fast:
-        cut = offsets_of(text, tokenizer)[1][:max_tokens, 1].max()
-    turns, end = {}, 0
-    for turn in numbers:
-        header = template(messages[:turn], add_generation_prompt=True)
-        if len(header) >= cut:
+    if len(indices) > MAX_TURNS and tokenizer.is_fast:
+        _, offsets = offsets_of(text, tokenizer)
+        cut = offsets[:max_tokens, 1].max()
+    turns: dict[int, tuple[int, int]] = {}
+    end = 0
+    for i in indices:
+        header = template(messages[:i], add_generation_prompt=True)
+        start = len(header)
+        if start >= cut:
             break
         if len(turns) == MAX_TURNS:
             raise BadRow(
                 f"more than {MAX_TURNS} turns of the assistant: split it, or lower --max-tokens"
             )
-        full = text if turn == numbers[-1] else template(messages[: turn + 1])
-        rewritten = not full.startswith(header) or len(header) < end
-        end = (
-            full.find(end_token, len(full) - len(tail))
-            if full.endswith(tail)
-            else full.rfind(end_token)
-        )
-        end = end + len(end_token) if end >= len(header) else len(full)
+        full = text if i == indices[-1] else template(messages[: i + 1])
+        rewritten = not full.startswith(header) or start < end
+        end = end_of_turn_from(start, full, tokenizer)
         if rewritten or not text.startswith(full[:end]):
             raise BadRow(
                 "the chat template rewrites earlier turns: masks cannot be derived turn by turn"
             )
-        turns[turn] = len(header), end
+        turns[i] = (start, end)
     return text[:end], turns
+
+
+def end_of_turn_from(start: int, text: str, tokenizer) -> int:
+    """Where the last turn of a text, which begins at `start`, ends: behind its end token.
+
+    A turn without one ends with the text.
+    """
+    end_token = tokenizer.eos_token
+    tail = after_last_turn(tokenizer)
+    if text.endswith(tail):
+        place = text.find(end_token, len(text) - len(tail))
+    else:
+        place = text.rfind(end_token)
+    return place + len(end_token) if place >= start else len(text)
 
 
 def tokens_of(
     text: str, stretches: list[tuple[int, int]], tokenizer
 ) -> tuple[list[int], list[int]]:
-    """The ids of a text, and which of them hold a character of one of the stretches (start, end):
-    1, else 0.
+    """The ids of a text, and its mask: 1 for tokens that have a character of one of the stretches.
 
-    The text is tokenised whole: a piece by itself would have other ids where the tokenizer puts a
-    space before it.
+    stretches: (start, end) in characters. The text is tokenised whole: parts would have other ids
+    where the tokenizer puts a space in front.
     """
-    # knows no offsets: the tokens before a character are those of the text before it
     if not tokenizer.is_fast:
-        ids = encode(tokenizer, text)
-        mask = [0] * len(ids)
-        for start, end in stretches:
-            first = num_shared(ids, encode(tokenizer, text[:start]))
-            last = num_shared(ids, encode(tokenizer, text[:end]))
-            mask[first:last] = [1] * (last - first)
-        return ids, mask
+        return tokens_without_offsets(text, stretches, tokenizer)
     ids, offsets = offsets_of(text, tokenizer)
     starts, ends = offsets.T
     mask = np.zeros(len(ids), dtype=np.int64)
@@ -119,18 +125,28 @@ def tokens_of(
     return ids, mask.tolist()
 
 
-def num_shared(ids: list[int], others: list[int]) -> int:
-    """How many tokens both begin with."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(ids, others)) if a != b), min(len(ids), len(others))
-    )
+def tokens_without_offsets(
+    text: str, stretches: list[tuple[int, int]], tokenizer
+) -> tuple[list[int], list[int]]:
+    """`tokens_of` for a tokenizer that gives no offsets.
+
+    The tokens before a character are those that the text before it shares with the whole text.
+    """
+    ids = encode(tokenizer, text)
+    mask = [0] * len(ids)
+    for start, end in stretches:
+        first = num_shared(ids, encode(tokenizer, text[:start]))
+        last = num_shared(ids, encode(tokenizer, text[:end]))
+        mask[first:last] = [1] * (last - first)
+    return ids, mask
 
 
 def offsets_of(text: str, tokenizer) -> tuple[list[int], np.ndarray]:
-    """The ids of a text, and where in it each token starts and ends [L, 2]."""
+    """The ids of a text, and the characters where each token starts and ends [L, 2] int64."""
     with breakdowns_as_bad_rows():
         tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return tokens["input_ids"], np.array(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    offsets = np.array(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    return tokens["input_ids"], offsets
 
 
 def conversation_episode(
@@ -141,53 +157,63 @@ def conversation_episode(
     index: int,
     max_tokens: int,
 ) -> Episode:
-    """Token ids and loss mask, cut at `max_tokens` (before a picture that does not fit). BadRow:
-    nothing to learn.
+    """Token ids and loss mask, cut at `max_tokens`, or before a picture that does not fit.
 
-    What stands before the first trained token is the prompt.
+    The tokens before the first trained one are the prompt. BadRow if none is trained.
     """
     text, turns = read_turns(conversation.messages, tokenizer, max_tokens)
-    stretches = [stretch for turn, stretch in turns.items() if conversation.train[turn]]
+    stretches = [stretch for i, stretch in turns.items() if conversation.train[i]]
     ids, mask = tokens_of(text, stretches, tokenizer)
     end = max_tokens
     if vision:
         placeholders = vision.placeholders.values()
-        # the others are of later turns
-        media = media[: sum(token in placeholders for token in ids)]
-        shown, expanded_mask = iter(media), []
-        expanded_ids = vision.expand(ids, media)
-        for token, trained in zip(ids, mask):
-            repeats = next(shown).num_tokens if token in placeholders else 1
-            expanded_mask += [int(trained and token not in vision.forbidden_ids)] * repeats
-        ids, mask = expanded_ids, expanded_mask
-        spans = [
-            (place, place + m.num_tokens) for place, m in zip(vision.places(ids, media), media)
-        ]
-        end = min([end, *(start for start, stop in spans if stop > max_tokens)])
-        media = [m for m, (_, stop) in zip(media, spans) if stop <= end]
-    ids, mask = ids[:end], mask[:end]
+        num_media = sum(token in placeholders for token in ids)
+        media = media[:num_media]  # the others are of later turns
+        ids, mask = expand_pictures(ids, mask, media, vision)
+        places = vision.places(ids, media)
+        for place, m in zip(places, media):
+            if place + m.num_tokens > max_tokens:
+                end = min(end, place)
+        media = [m for place, m in zip(places, media) if place + m.num_tokens <= end]
+    ids = ids[:end]
+    mask = mask[:end]
     if 1 not in mask:
         raise BadRow(f"nothing to learn in its first {max_tokens} tokens")
-    first = mask.index(1)
+    prompt_length = mask.index(1)
     return Episode(
-        index,
-        0,
-        ids[:first],
-        ids[first:],
-        mask[first:],
-        [0.0] * (len(ids) - first),
-        "stop",
+        prompt_index=index,
+        sample_index=0,
+        prompt_ids=ids[:prompt_length],
+        response_ids=ids[prompt_length:],
+        loss_mask=mask[prompt_length:],
+        logprobs=[0.0] * (len(ids) - prompt_length),
+        finish_reason="stop",
         media=media,
     )
 
 
-class Conversations:
-    """Rows of .parquet, .jsonl and .json files (a list of rows); they stay packed until they are
-    asked for.
+def expand_pictures(
+    ids: list[int], mask: list[int], media: list[Media], vision: Vision
+) -> tuple[list[int], list[int]]:
+    """Ids and mask in which each picture has all of its tokens, which are never trained on."""
+    expanded_ids = vision.expand(ids, media)  # BadRow if the placeholders are not those of `media`
+    placeholders = vision.placeholders.values()
+    expanded_mask: list[int] = []
+    remaining = iter(media)
+    for token, trained in zip(ids, mask):
+        if token in placeholders:
+            expanded_mask += [0] * next(remaining).num_tokens
+        else:
+            expanded_mask.append(int(trained and token not in vision.forbidden_ids))
+    return expanded_ids, expanded_mask
 
-    ValueError at start-up for files, rows and pictures that cannot be used, with file, row and
-    reason. With a `world`, in which all ranks come here, the first rank of each machine looks at
-    the rows for the others.
+
+class Conversations:
+    """Rows of .parquet, .jsonl and .json files (a list of rows), kept in Arrow until they are used.
+
+    Files, rows and pictures that cannot be used raise a ValueError here, at start-up, with file,
+    row and reason. With a `world`, which is collective on all ranks, the first rank of each machine
+    scans the rows for the others.
     """
 
     def __init__(
@@ -204,71 +230,69 @@ class Conversations:
         world: World | None = None,
         num_embeddings: int | None = None,
     ):
-        self.known = KnownTokens(tokenizer, num_embeddings)
-        self.tokenizer, self.max_tokens, self.vision, self.media_root = (
-            tokenizer,
-            max_tokens,
-            vision,
-            media_root,
-        )
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.vision = vision
+        self.media_root = media_root
+        self.known_tokens = KnownTokens(tokenizer, num_embeddings)
+        # both render the template: only rows with tools need them
         self.native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
         self.system = partial(default_system, tokenizer)
+        self.placeholders: list[str] = []
+        if vision:
+            self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()])
+        self.spaced = spacing(tokenizer, self.placeholders)
         self.files = RowFiles(
             paths, flag, max_rows, once=partial(once_per_machine, world, alike=False)
         )
-        self.placeholders = (
-            tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
-        )
-        self.spaced = spacing(tokenizer, self.placeholders)
-        found = once_per_machine(world, self._scan)
-        self.files.refuse(found.bad, "unusable rows", bad_rows == "drop")
-        if not found.costs:
+        report = once_per_machine(world, self._scan)
+        self.files.refuse(report.bad_rows, "unusable rows", bad_rows == "drop")
+        if not report.costs:
             raise ValueError(f"{flag}: no usable row in {paths}")
-        for what, count in found.told.items():
-            say(f"{flag}: {count} rows {what}")
-        self.fingerprint = found.fingerprint
-        self.positions = np.array(list(found.costs), dtype=np.int64)
-        self.costs = np.array(list(found.costs.values()))
+        for note, count in report.notes.items():
+            say(f"{flag}: {count} rows {note}")
+        self.fingerprint = report.fingerprint
+        self.positions = np.array(list(report.costs), dtype=np.int64)
+        self.costs = np.array(list(report.costs.values()))
 
-    def _scan(self) -> Found:
-        # millions of rows that come and go would make the collector visit all of torch, over and
-        # over
+    def _scan(self) -> ScanReport:
+        # millions of short-lived rows would make the collector visit all of torch, over and over
         gc.freeze()
-        found, progress, fingerprint = Found(), self.files.progress(), Fingerprint()
+        report = ScanReport()
+        progress = self.files.progress()
+        fingerprint = Fingerprint()
         unread: Counter[str] = Counter()
         for i, record in enumerate(self.files.records()):
             progress.add()
             fingerprint.add(record)
             try:
                 conversation, spelled = self._read(record)
-                pictures = self._each_picture(count_tokens, i, conversation)
-                self._check(conversation, pictures)
+                picture_tokens = self._picture_tokens(i, conversation)
+                self._check(conversation, picture_tokens)
             except BadRow as error:
-                found.bad[i] = str(error)
+                report.bad_rows[i] = str(error)
                 continue
             unread.update(unread_keys(record))
-            found.costs[i] = (
-                sum(pictures) + sum(len(text_of(message)) for message in conversation.messages) / 4
-            )
+            texts = [text_of(message) for message in conversation.messages]
+            num_characters = sum(len(text) for text in texts)
+            report.costs[i] = sum(picture_tokens) + num_characters / 4
             if conversation.last_two_turns:
-                found.told[
-                    "are Pixel Reasoner's: trained on are their last two turns, unless "
-                    "`train` is true"
-                ] += 1
-            found.look_at(
-                "".join(map(text_of, conversation.messages)), pictures, spelled, self.tokenizer
-            )
-        for key, count in unread.most_common(NAMED_KEYS):
-            found.told[
-                f"have messages with the key {shorten(repr(key), 80)}, which is not read"
-            ] = count
-        if len(unread) > NAMED_KEYS:
-            found.told["have messages with further keys that are not read"] = sum(unread.values())
-        found.fingerprint = str(fingerprint)
-        return found
+                note = (
+                    "are Pixel Reasoner's: trained on are their last two turns, unless `train` is "
+                    "true"
+                )
+                report.notes[note] += 1
+            report.note_misreadings("".join(texts), picture_tokens, spelled, self.tokenizer)
+        for key, count in unread.most_common(MAX_NOTED_KEYS):
+            shown_key = shorten(repr(key), 80)
+            report.notes[f"have messages with the key {shown_key}, which is not read"] = count
+        if len(unread) > MAX_NOTED_KEYS:
+            report.notes["have messages with further keys that are not read"] = sum(unread.values())
+        report.fingerprint = str(fingerprint)
+        return report
 
     def _read(self, record: dict | str) -> tuple[Conversation, bool]:
-        """A row, and whether it spells a control token."""
+        """A row as a conversation, and whether it spells a control token. BadRow."""
         if isinstance(record, str):
             raise BadRow(record)
         try:
@@ -277,102 +301,136 @@ class Conversations:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
-        spelled = [
-            mark
-            for mark in self.placeholders
-            if any(mark in text_of(m) for m in conversation.messages)
-        ]
-        if spelled:
-            raise BadRow(
-                f"spells {spelled[0]}, which stands for a picture: <image> and <video> are "
-                "its marks"
-            )
+        for placeholder in self.placeholders:
+            if any(placeholder in text_of(message) for message in conversation.messages):
+                raise BadRow(
+                    f"spells {placeholder}, which stands for a picture: <image> and <video> are "
+                    "its marks"
+                )
         messages = as_text(conversation.messages, self.spaced)
         return replace(conversation, messages=messages), messages != conversation.messages
 
-    def _each_picture(self, function: Callable, index: int, conversation: Conversation) -> list:
-        """`open_media` or `count_tokens` of the pictures of row `index`."""
+    def _picture_tokens(self, index: int, conversation: Conversation) -> list[int]:
         beside = self.files.folder(index)
         return [
-            function(p, self.media_root, self.vision.limits, beside=beside)
-            for p in conversation.pictures
+            count_tokens(picture, self.media_root, self.vision.limits, beside=beside)
+            for picture in conversation.pictures
+        ]
+
+    def _media(self, index: int, conversation: Conversation) -> list[Media]:
+        beside = self.files.folder(index)
+        return [
+            open_media(picture, self.media_root, self.vision.limits, beside=beside)
+            for picture in conversation.pictures
         ]
 
     def _check(self, conversation: Conversation, picture_tokens: list[int]) -> None:
-        """BadRow if the template loses a message, or if the cut at `max_tokens` leaves nothing to
-        learn."""
-        messages, first = conversation.messages, conversation.train.index(True)
-        render = partial(
-            self.tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False
-        )
+        """BadRow if the template loses a message, or the cut leaves nothing to learn."""
+        messages = conversation.messages
         try:
-            whole = render(messages)
+            rendered = self._render(messages)
             text, turns = read_turns(messages, self.tokenizer, self.max_tokens)
-            whole.encode()
+            rendered.encode()
         except BadRow:
             raise
         except (TemplateError, TypeError, ValueError) as error:
             # half a surrogate pair, a tool call without a name
             raise BadRow(f"cannot be rendered: {error}") from error
-        bare = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
-        # one that refuses replies without calls does look at them
-        with suppress(TemplateError, TypeError):
-            if any(m.get("tool_calls") for m in messages) and render(bare) == whole:
-                raise BadRow(
-                    "the chat template leaves out tool_calls: write them as <tool_call> into "
-                    "the contents"
-                )
-        flat = without_spaces(whole)  # a template may set a turn's thoughts apart
-        thoughts = [
-            without_spaces(str(m["reasoning_content"]))
-            for m in messages
-            if m.get("reasoning_content")
-        ]
-        if thoughts and not any(thought in flat for thought in thoughts):
+        self._check_tool_calls(messages, rendered)
+        flat = without_spaces(rendered)
+        check_thoughts(messages, flat)
+        check_texts(messages, flat)
+        self.known_tokens.check(text)
+        if len(rendered) > LONG:
+            encode(self.tokenizer, text)
+        first_trained = conversation.train.index(True)
+        if first_trained not in turns:
+            raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens")
+        start, _ = turns[first_trained]
+        num_before = sum(num_pictures(message) for message in messages[:first_trained])
+        self._check_header(text[:start], num_before, picture_tokens)
+
+    def _render(self, messages: list[dict]) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=messages[0].get("tools"), tokenize=False
+        )
+
+    def _check_tool_calls(self, messages: list[dict], rendered: str) -> None:
+        """BadRow if the template leaves out all tool_calls."""
+        if not any(message.get("tool_calls") for message in messages):
+            return
+        without_calls = []
+        for message in messages:
+            message = dict(message)
+            message.pop("tool_calls", None)
+            without_calls.append(message)
+        try:
+            is_same = self._render(without_calls) == rendered
+        except (TemplateError, TypeError):
+            return  # it refuses replies without calls, so it looks at them
+        if is_same:
             raise BadRow(
-                "the chat template leaves out reasoning_content: write it as <think> into the "
+                "the chat template leaves out tool_calls: write them as <tool_call> into the "
                 "contents"
             )
-        place = 0  # one behind the other: the text of a message may stand in another one, too
-        for message in messages:
-            if pictured(message):
-                continue
-            place = end_of_text(text_of(message), flat, place)
-            if place < 0:
-                raise BadRow(
-                    f"the chat template leaves out a message of role {message['role']!r}, or "
-                    "one before it"
-                )
-        self.known.check(text)
-        if len(whole) > LONG:
-            encode(self.tokenizer, text)
-        if first not in turns:
-            raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens")
-        header = text[: turns[first][0]]
+
+    def _check_header(self, header: str, num_before: int, picture_tokens: list[int]) -> None:
+        """BadRow if the text before the first trained turn takes all of `max_tokens`.
+
+        num_before: pictures in the header, each with one placeholder in it.
+        """
         # a token has at least a byte
-        if len(header.encode()) + sum(picture_tokens) >= self.max_tokens:
-            before = picture_tokens[: sum(map(pictured, messages[:first]))]
-            tokens = len(encode(self.tokenizer, header)) + sum(before) - len(before)
-            if tokens >= self.max_tokens:
-                raise BadRow(
-                    f"nothing to learn in its first {self.max_tokens} tokens: {tokens} come before"
-                )
+        if len(header.encode()) + sum(picture_tokens) < self.max_tokens:
+            return
+        num_tokens = len(encode(self.tokenizer, header))
+        num_tokens += sum(picture_tokens[:num_before]) - num_before
+        if num_tokens >= self.max_tokens:
+            raise BadRow(
+                f"nothing to learn in its first {self.max_tokens} tokens: {num_tokens} come before"
+            )
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def episode(self, n: int) -> Episode | None:
-        """Row n as an episode; None, after a warning, for one whose pictures turn out to be
-        unreadable."""
+        """Row n as an episode; None, after a warning, if its pictures cannot be read now."""
         i = int(self.positions[n])
         try:
             conversation, _ = self._read(self.files.row(i))
-            media = self._each_picture(open_media, i, conversation)
+            media = self._media(i, conversation)
             return conversation_episode(
                 conversation, media, self.tokenizer, self.vision, i, self.max_tokens
             )
         except (BadRow, TemplateError) as error:
-            print(
-                f"warning: {self.files.flag}: {self.files.place(i)}: {error}; left out", flush=True
-            )
+            place = self.files.place(i)
+            print(f"warning: {self.files.flag}: {place}: {error}; left out", flush=True)
             return None
+
+
+def check_thoughts(messages: list[dict], flat: str) -> None:
+    """BadRow if the template leaves out all reasoning_content. flat: the text without white space.
+
+    A template may drop the thoughts of earlier turns.
+    """
+    thoughts = []
+    for message in messages:
+        if message.get("reasoning_content"):
+            thoughts.append(without_spaces(str(message["reasoning_content"])))
+    if thoughts and not any(thought in flat for thought in thoughts):
+        raise BadRow(
+            "the chat template leaves out reasoning_content: write it as <think> into the contents"
+        )
+
+
+def check_texts(messages: list[dict], flat: str) -> None:
+    """BadRow if the template leaves out a message's text. flat: the text without white space."""
+    place = 0  # in their order: the text of a message may also be part of another one
+    for message in messages:
+        if num_pictures(message):
+            continue
+        place = end_of_text(text_of(message), flat, place)
+        if place < 0:
+            raise BadRow(
+                f"the chat template leaves out a message of role {message['role']!r}, or "
+                "one before it"
+            )

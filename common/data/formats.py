@@ -1,12 +1,13 @@
-"""Rows of supervised data in several formats as messages, pictures, and which messages are trained
-on.
+"""Rows of supervised data in several formats as messages, pictures, and which of them are trained.
 
-messages (+ images, videos, tools)     chat rows, verl's multi-turn parquet: <image> and <video>
-stand for pictures question, answer                       verl's single-turn rows prompt, extra_info
-with an answer      rows of reinforcement learning, where a solution came with the question
-message_list                           Pixel Reasoner's release.json: items with one of the keys
-text, image, video conversations (+ images, system)       PyVision's and LLaMA-Factory's rows;
-{role, content} or {from, value}
+messages (+ images, videos, tools)      chat rows, verl's multi-turn parquet: <image> and <video>
+                                        stand for pictures
+question, answer                        verl's single-turn rows
+prompt, extra_info with an answer       rows of reinforcement learning that come with a solution
+message_list                            Pixel Reasoner's release.json: items with one of the keys
+                                        text, image, video
+conversations (+ images, system)        PyVision's and LLaMA-Factory's rows: {role, content} or
+                                        {from, value}
 """
 
 import json
@@ -27,7 +28,7 @@ from common.pictures import BadRow
 from common.types import with_replies
 
 ROLES = ("system", "user", "assistant", "tool", "observation")
-SHAREGPT = {
+SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
     "function_call": "assistant",
@@ -36,9 +37,10 @@ SHAREGPT = {
 FORMATS = (
     "messages, question and answer, prompt and extra_info.answer, message_list, or conversations"
 )
-# of a message
+# keys of a message that a template may read
 KEPT = ("train", "loss", "weight", "tool_calls", "tool_call_id", "name", "reasoning_content")
 READ = {"role", "content", "from", "value", *KEPT}
+# values of `train` and `loss`
 LEFT_OUT = (False, "false", "False")
 TRAINED = (True, "true", "True")
 
@@ -47,21 +49,24 @@ TRAINED = (True, "true", "True")
 class Conversation:
     messages: list[dict]  # {role, content: text or typed parts, ...}, as a chat template takes them
     pictures: list[Picture]  # in the order of their parts
-    train: list[bool]  # by message: is it trained on?
-    last_two_turns: bool = False  # do only these count, unless a message says otherwise?
+    train: list[bool]  # for each message, whether it is trained on
+    # whether only the last two turns are trained on, unless a message says otherwise
+    last_two_turns: bool = False
 
 
 def read_conversation(
     record: Mapping,
-    native: Callable[[], object] = bool,
+    native: Callable[[], object] = lambda: None,
     system: Callable[[], str] = lambda: DEFAULT_SYSTEM,
 ) -> Conversation:
     """A row of any known format. BadRow with the reason if it cannot be used.
 
-    Of Pixel Reasoner's messages only the last and the one two before it are trained on, if the
-    assistant's: earlier calls were wrong on purpose, and carry no flag. native: does the chat
-    template offer and call tools in another way than Hermes'? system: what does it say where a row
-    has no system message? Both are asked of rows with tools alone.
+    Of Pixel Reasoner's messages only the last and the one two before it are trained on, if they are
+    the assistant's: earlier calls were wrong on purpose, and carry no flag.
+
+    native: whether the chat template offers and calls tools in a way of its own, not as Hermes.
+    system: the template's system text for a row that has none. Both are called for rows with tools
+    alone.
     """
     last_two_turns = record.get("message_list") is not None
     if last_two_turns:
@@ -75,17 +80,19 @@ def read_conversation(
         if message["role"] not in ROLES:
             raise BadRow(f"unknown role {message['role']!r}, expected one of {', '.join(ROLES)}")
         by_default = not last_two_turns or i in (len(messages) - 1, len(messages) - 3)
-        wanted = is_wanted(message, by_default)
-        # what nobody has asked for has no prompt
-        train.append(wanted and message["role"] == "assistant" and i > 0)
+        is_trained = take_train_flag(message, by_default)
+        # a first message has no prompt
+        train.append(is_trained and message["role"] == "assistant" and i > 0)
     if not any(train):
         raise BadRow("nothing to learn: no message of the assistant is trained on")
     return Conversation(messages, pictures, train, last_two_turns)
 
 
-def is_wanted(message: dict, by_default: bool) -> bool:
-    """What a message says of itself, taken out of it: `train`, `loss` (AgentInstruct, xtuner),
-    `weight` (OpenAI)."""
+def take_train_flag(message: dict, by_default: bool) -> bool:
+    """Whether a message is trained on by its own flag, which is removed.
+
+    The flag is `train`, `loss` (AgentInstruct, xtuner) or `weight` (OpenAI).
+    """
     train = message.pop("train", None)
     loss = message.pop("loss", None)
     weight = message.pop("weight", None)
@@ -95,21 +102,17 @@ def is_wanted(message: dict, by_default: bool) -> bool:
 
 
 def unread_keys(record: Mapping) -> set[str]:
-    """Keys of a row's messages that are not read; those that hold nothing do not count: Arrow fills
-    them in."""
-    messages: list = []
-    for name in (
-        "message_list",
-        "messages",
-        "conversations",
-        "question",
-        "prompt",
-    ):  # as `read_conversation` looks for them
-        if record.get(name) is not None:
-            messages = record[name]
+    """Keys of a row's messages that are not read. Empty ones do not count: Arrow adds them."""
+    messages: object = None
+    # in the order in which `read_conversation` looks for them
+    for column in ("message_list", "messages", "conversations", "question", "prompt"):
+        if record.get(column) is not None:
+            messages = record[column]
             break
+    if not isinstance(messages, list):
+        return set()
     keys = set()
-    for message in messages if isinstance(messages, list) else ():
+    for message in messages:
         for key, value in message.items():
             if key not in READ and value not in (None, "", [], {}):
                 keys.add(key)
@@ -117,51 +120,76 @@ def unread_keys(record: Mapping) -> set[str]:
 
 
 def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
-    """Pixel Reasoner's messages: a list of items, each with one of text, image, video; a null is an
-    absent key."""
-    messages, pictures = [], []
-    for message in message_list:
+    """Messages and pictures of Pixel Reasoner: a message is a list of items."""
+    messages: list[dict] = []
+    pictures: list[Picture] = []
+    for row in message_list:
         parts = []
-        for item in message.get("content") or []:
-            present = [
-                (key, item[key])
-                for key in ("text", "image", "video")
-                if item.get(key) not in (None, [])
-            ]
-            if len(present) != 1:
-                raise BadRow(f"item {item!r:.80} has {len(present)} of the keys text, image, video")
-            kind, value = present[0]
-            if not isinstance(value, {"text": str, "video": list}.get(kind, object)):
-                raise BadRow(
-                    f"item {item!r:.80}: a text is a string, and a video the list of its frames"
-                )
-            parts.append({"type": kind} | ({"text": value} if kind == "text" else {}))
-            if kind != "text":
+        for item in row.get("content") or []:
+            kind, value = read_item(item)
+            if kind == "text":
+                parts.append({"type": "text", "text": value})
+            else:
+                parts.append({"type": kind})
                 pictures.append((kind, value if kind == "video" else [value]))
-        texts_alone = all(part["type"] == "text" for part in parts)
-        content = "".join(part["text"] for part in parts) if texts_alone else parts
-        messages.append(kept(message) | {"role": message.get("role"), "content": content})
+        content: str | list[dict] = parts
+        if all(part["type"] == "text" for part in parts):
+            content = "".join(part["text"] for part in parts)
+        message = kept(row)
+        message["role"] = row.get("role")
+        message["content"] = content
+        messages.append(message)
     return messages, pictures
+
+
+def read_item(item: Mapping) -> tuple[str, object]:
+    """The kind of an item (text, image or video) and its value. BadRow if it has not one kind."""
+    present = []
+    for kind in ("text", "image", "video"):
+        if item.get(kind) not in (None, []):
+            present.append((kind, item[kind]))
+    if len(present) != 1:
+        raise BadRow(f"item {item!r:.80} has {len(present)} of the keys text, image, video")
+    kind, value = present[0]
+    malformed_text = kind == "text" and not isinstance(value, str)
+    malformed_video = kind == "video" and not isinstance(value, list)
+    if malformed_text or malformed_video:
+        raise BadRow(f"item {item!r:.80}: a text is a string, and a video the list of its frames")
+    return kind, value
 
 
 def from_marks(
     record: Mapping, native: Callable[[], object], system: Callable[[], str]
 ) -> tuple[list[dict], list[Picture]]:
-    """The other formats: contents are texts, in which <image> and <video> stand for the row's
-    pictures."""
+    """Messages and pictures of the other formats: <image> and <video> in texts are pictures."""
+    rows = message_rows(record)
+    messages = [read_message(row, native) for row in rows]
+    if record.get("system") and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": record["system"]})
+    tools = tools_of(record)
+    if tools and messages:
+        schemas = [function_schema(tool) for tool in tools]
+        messages = with_tools(messages, schemas, native(), system())
+    pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
+    if pictures:
+        messages = [message | {"content": split_marks(message["content"])} for message in messages]
+    return messages, pictures
+
+
+def message_rows(record: Mapping) -> list[dict]:
+    """The messages as the row has them, whatever its format. BadRow."""
+    question = record.get("question")
+    answer = record.get("answer")
+    prompt = record.get("prompt")
     if record.get("messages") is not None:
         rows = record["messages"]
     elif record.get("conversations") is not None:
         rows = record["conversations"]
-    elif record.get("question") is not None and record.get("answer") is not None:
-        rows = [
-            {"role": "user", "content": record["question"]},
-            {"role": "assistant", "content": record["answer"]},
-        ]
-    elif isinstance(record.get("prompt"), list) and (record.get("extra_info") or {}).get("answer"):
-        rows = with_replies(
-            record["prompt"], [{"role": "assistant", "content": record["extra_info"]["answer"]}]
-        )
+    elif question is not None and answer is not None:
+        rows = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    elif isinstance(prompt, list) and (record.get("extra_info") or {}).get("answer"):
+        reply = {"role": "assistant", "content": record["extra_info"]["answer"]}
+        rows = with_replies(prompt, [reply])
     else:
         raise BadRow(f"has the columns {', '.join(record)}; expected {FORMATS}")
     if isinstance(rows, str):
@@ -169,66 +197,79 @@ def from_marks(
             "not a conversation: its messages are a text; write the list itself, "
             "json.loads(messages)"
         )
-    messages = []
-    for row in rows:
-        role = row.get("role") or SHAREGPT.get(row.get("from"), row.get("from"))
-        content = row.get("content") if row.get("content") is not None else row.get("value")
-        if not isinstance(content, str) and not row.get("tool_calls"):
-            raise BadRow(f"message {row!r:.80} has no text as its content")
-        said = (
-            called(content, native())
-            if row.get("from") == "function_call"
-            else {"content": content or ""}
-        )
-        answers = {"tool_call_id": CALL_ID} if row.get("from") == "observation" else {}
-        messages.append(answers | kept(row) | {"role": role} | said)
-    if record.get("system") and [m["role"] for m in messages[:1]] != ["system"]:
-        messages = [{"role": "system", "content": record["system"]}, *messages]
+    return rows
+
+
+def read_message(row: Mapping, native: Callable[[], object]) -> dict:
+    """A message of {role, content}, or of ShareGPT's {from, value}. BadRow without a text."""
+    sender = row.get("from")
+    role = row.get("role") or SHAREGPT_ROLES.get(sender, sender)
+    content = row.get("content")
+    if content is None:
+        content = row.get("value")
+    if not isinstance(content, str) and not row.get("tool_calls"):
+        raise BadRow(f"message {row!r:.80} has no text as its content")
+    message = {}
+    if sender == "observation":
+        message["tool_call_id"] = CALL_ID
+    message |= kept(row)
+    message["role"] = role
+    if sender == "function_call":
+        message |= called(content, native())
+    else:
+        message["content"] = content or ""
+    return message
+
+
+def tools_of(record: Mapping) -> list:
+    """The column `tools`, which may be JSON text."""
     tools = record.get("tools") or []
-    tools = parsed(tools.strip() or "[]", "tools") if isinstance(tools, str) else tools
-    if tools and messages:
-        schemas = [
-            t if t.get("type") == "function" else {"type": "function", "function": t} for t in tools
-        ]
-        messages = with_tools(messages, without_nulls(schemas), native(), system())
-    pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
-    if pictures:
-        messages = [message | {"content": split_marks(message["content"])} for message in messages]
-    return messages, pictures
+    if isinstance(tools, str):
+        tools = parsed(tools.strip() or "[]", "tools")
+    return tools
+
+
+def function_schema(tool: Mapping) -> dict:
+    """A tool as OpenAI writes it; the row may have the function alone."""
+    if tool.get("type") != "function":
+        tool = {"type": "function", "function": tool}
+    return without_nulls(tool)
 
 
 def kept(message: Mapping) -> dict:
-    """What else a template may ask for, without the nulls that Arrow fills in."""
+    """The keys of a message, beside role and content, that a template may read, without nulls."""
     return with_arguments(without_nulls({key: message.get(key) for key in KEPT}))
 
 
 def called(value: str, native: object) -> dict:
-    """Parts of a message: LLaMA-Factory's {name, arguments}, or a list of them, as the policy has
-    to say it."""
+    """LLaMA-Factory's {name, arguments}, or a list of them, as keys of a message.
+
+    The message is what the policy has to write: tool_calls for a `native` template, else the tags
+    of Hermes.
+    """
     if value.strip().startswith(OPEN):
         return {"content": value}
     calls = parsed(value, "function_call")
-    calls = calls if isinstance(calls, list) else [calls]
-    made = [{"type": "function", "id": CALL_ID, "function": call} for call in calls]
-    # and with it arguments of `calls` are objects
-    said = with_arguments({"content": "", "tool_calls": made})
+    if not isinstance(calls, list):
+        calls = [calls]
+    tool_calls = [{"type": "function", "id": CALL_ID, "function": call} for call in calls]
+    # this also makes objects of the arguments in `calls`
+    message = with_arguments({"content": "", "tool_calls": tool_calls})
     if native:
-        return said
-    return {
-        "content": "\n".join(
-            f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls
-        )
-    }
+        return message
+    texts = [f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls]
+    return {"content": "\n".join(texts)}
 
 
 def text_of(message: dict) -> str:
     content = message["content"]
-    return (
-        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    )
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
 
 
-def pictured(message: dict) -> int:
-    """How many pictures it shows."""
+def num_pictures(message: dict) -> int:
     content = message["content"]
-    return 0 if isinstance(content, str) else sum(part["type"] != "text" for part in content)
+    if isinstance(content, str):
+        return 0
+    return sum(part["type"] != "text" for part in content)

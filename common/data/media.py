@@ -1,4 +1,4 @@
-"""The pictures of a row: which they are, the files that hold them, their tokens. Without torch."""
+"""The pictures of a row: which they are, their files, their tokens. Without torch."""
 
 import filecmp
 import io
@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
@@ -13,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from common.pictures import CELL, FORMATS, BadRow, Media, PixelLimits, check_size
 
 MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
-# placeholders in texts of ms-swift and LLaMA-Factory, and the columns that hold what they stand for
+# placeholders in texts of ms-swift and LLaMA-Factory, and the columns that they stand for
 FOREIGN_MARKS = [
     ("<bbox>", "objects"),
     ("<ref-object>", "objects"),
@@ -27,76 +28,86 @@ Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds 
 def picture_sources(record: Mapping, text: str) -> list[Picture]:
     """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ.
 
-    PyVision's rows have one, as `image`, or as a path in `mm_hint`, which counts if the prompt has
-    a mark for it; else it is `for_interpreter`.
+    text: of the prompt. A row of PyVision has one picture, as `image`, or as a path in `mm_hint`.
+    The hint counts only if the prompt has a mark for it; else it is `for_interpreter`.
     """
     refuse_foreign_marks(record, text)
-    hint = record.get("mm_hint")
-    one = record.get("image") or (
-        hint.get("hint_path") if isinstance(hint, Mapping) and "<image>" in text else None
-    )
-    images = record.get("images") or one or []
-    images = images if isinstance(images, list) else [images]
-    left = {"image": [[item] for item in images], "video": list(record.get("videos") or [])}
-    if not any(left.values()):
+    images = images_of(record, text)
+    videos = list(record.get("videos") or [])
+    if not images and not videos:
         return []
     kinds = [MARKS[mark] for mark in re.findall("<image>|<video>", text)]
-    for kind, items in left.items():
-        if len(items) != kinds.count(kind):
+    pictures_of_kind = {"image": [[image] for image in images], "video": videos}
+    for kind, pictures in pictures_of_kind.items():
+        num_marks = kinds.count(kind)
+        if len(pictures) != num_marks:
             raise BadRow(
-                f"{len(items)} {kind}s, and <{kind}> stands {kinds.count(kind)} times in the prompt"
+                f"{len(pictures)} {kind}s, and <{kind}> stands {num_marks} times in the prompt"
             )
-    if any(not isinstance(frames, list) or not frames for frames in left["video"]):
+    if any(not isinstance(frames, list) or not frames for frames in videos):
         raise BadRow("a video is given as the list of its frames")
-    return [(kind, left[kind].pop(0)) for kind in kinds]
+    return [(kind, pictures_of_kind[kind].pop(0)) for kind in kinds]
+
+
+def images_of(record: Mapping, text: str) -> list:
+    """The images of a row that are in its prompt: `images`, `image`, or PyVision's hint."""
+    images = record.get("images") or record.get("image")
+    hint = record.get("mm_hint")
+    if not images and isinstance(hint, Mapping) and "<image>" in text:
+        images = hint.get("hint_path")
+    if not images:
+        return []
+    return images if isinstance(images, list) else [images]
 
 
 def refuse_foreign_marks(record: Mapping, text: str) -> None:
-    """BadRow for a text that only another system can complete, from a column that is not read
-    here."""
+    """BadRow for a mark that stands for a column which only another system reads."""
     for mark, column in FOREIGN_MARKS:
-        held = record.get(column)
-        if isinstance(held, Mapping):
-            held = any(held.values())  # Arrow fills in what a row lacks
-        if held and mark in text:
-            told = f"{mark} stands for what the column {column} holds, which is not read"
-            raise BadRow(f"{told}: write that into the text")
+        value = record.get(column)
+        if isinstance(value, Mapping):
+            value = any(value.values())  # Arrow fills in the keys that a row lacks
+        if value and mark in text:
+            raise BadRow(
+                f"{mark} stands for what the column {column} holds, which is not read: write that "
+                "into the text"
+            )
 
 
 def for_interpreter(hint: Mapping, text: str) -> dict:
-    """`tools_kwargs` of PyVision's rows whose picture or video is not in the prompt: the tool
-    python gets it."""
+    """`tools_kwargs` that give PyVision's picture or video to the tool python.
+
+    {} if the picture is in the prompt.
+    """
     if "<image>" in text:
         return {}
-    path, name, kind = hint["hint_path"], "image_hint_0", "image"
+    path = hint["hint_path"]
+    is_list = isinstance(path, list)
+    name = "image_hint_0"
+    kind = "image"
     if hint.get("hint_type") == "video":
-        name, kind = "video_clue_0", "video" if isinstance(path, list) else "file"
-    return {
-        "python": {
-            "create_kwargs": {
-                name: {"kind": kind, "frames": path if isinstance(path, list) else [path]}
-            }
-        }
-    }
+        name = "video_clue_0"
+        kind = "video" if is_list else "file"
+    media = {"kind": kind, "frames": path if is_list else [path]}
+    return {"python": {"create_kwargs": {name: media}}}
 
 
 def read_tool_media(
     tools: Mapping[str, Mapping], root: Path | None, size: int = -1, *, beside: Path | None = None
 ) -> dict[str, dict]:
-    """What a row gives to its tools, frames of {"kind", "frames"} as bytes, `size` of each at most.
-    BadRow."""
+    """A row's keyword arguments for its tools, in which frames of {"kind", "frames"} are bytes.
 
-    def read(argument):
-        if not isinstance(argument, Mapping) or not {"kind", "frames"} <= argument.keys():
-            return argument
-        return argument | {
-            "frames": [media_bytes(item, root, size, beside=beside) for item in argument["frames"]]
-        }
-
-    return {
-        name: {key: read(argument) for key, argument in given.items()}
-        for name, given in tools.items()
-    }
+    tools: name -> keyword arguments. size: of each frame at most; -1 for all of it. BadRow for a
+    file that cannot be read.
+    """
+    kwargs_of_tool: dict[str, dict] = {}
+    for name, kwargs in tools.items():
+        kwargs_of_tool[name] = {}
+        for key, argument in kwargs.items():
+            if isinstance(argument, Mapping) and {"kind", "frames"} <= argument.keys():
+                frames = [media_bytes(x, root, size, beside=beside) for x in argument["frames"]]
+                argument = argument | {"frames": frames}
+            kwargs_of_tool[name][key] = argument
+    return kwargs_of_tool
 
 
 def media_bytes(
@@ -107,70 +118,75 @@ def media_bytes(
 
 
 def media_file(item: object, root: Path | None, *, beside: Path | None = None) -> io.BufferedIOBase:
-    """The file that a row's entry stands for: bytes, a path, {bytes, path}. BadRow with the
-    reason."""
-    held = item.get("bytes") or item.get("path") if isinstance(item, Mapping) else item
-    if isinstance(held, bytes):
-        return io.BytesIO(held)
-    if not isinstance(held, str):
+    """The open file of a row's entry: bytes, a path, or {bytes, path}. BadRow with the reason.
+
+    root, beside: as in `find_media`.
+    """
+    if isinstance(item, Mapping):
+        source = item.get("bytes") or item.get("path")
+    else:
+        source = item
+    if isinstance(source, bytes):
+        return io.BytesIO(source)
+    if not isinstance(source, str):
         raise BadRow(f"{item!r:.60} is neither bytes, nor a path, nor {{bytes, path}}")
-    path = held
+    path = source
     try:
-        path = find_media(held, root, beside)
-        # opening a pipe would wait for whoever writes to it
+        path = find_media(source, root, beside)
+        # opening a pipe would wait for a writer
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise BadRow(f"{path} is no regular file")
         return open(path, "rb")
     except BadRow:
         raise
     except (OSError, ValueError) as error:
-        # the latter: a path with a NUL, or with half a surrogate pair
-        why = getattr(error, "strerror", None) or error
+        # a ValueError for a path with a NUL, or with half a surrogate pair
+        reason = getattr(error, "strerror", None) or error
         folders = f"{beside} or --media-root" if beside else "--media-root"
         raise BadRow(
-            f"cannot open {path:.200} ({why}); relative paths start in {folders}"
+            f"cannot open {path:.200} ({reason}); relative paths start in {folders}"
         ) from error
 
 
 def find_media(name: str, root: Path | None, beside: Path | None) -> str:
-    """Where a row's path leads: `beside` its data file, else under the `root`. BadRow if these are
-    two pictures.
+    """The path of a row's picture: `beside` its data file, else under the `root`.
 
     Without a `root` the second place is the current folder. With one no path may leave its folder,
-    by "..", through a link, or as an absolute one.
+    by "..", through a link, or as an absolute one. BadRow for such a path, and for different files
+    at both places.
     """
-    folders = {os.path.join(root or "", name): root}
+    folders: dict[str, Path | None] = {}  # path -> the folder that it may not leave
     if beside and not os.path.isabs(name):
-        folders = {os.path.join(beside, name): beside} | folders
+        folders[os.path.join(beside, name)] = beside
+    path_under_root = os.path.join(root or "", name)
+    folders[path_under_root] = root
     paths = [path for path in folders if os.path.exists(path)]
     if len(paths) == 2 and not os.path.samefile(*paths) and not filecmp.cmp(*paths, shallow=False):
         raise BadRow(
-            f"{paths[0]} and {paths[1]} differ, and either may be meant: pictures beside "
-            "their data files need no "
-            "--media-root; else move one of them away"
+            f"{paths[0]} and {paths[1]} differ, and either may be meant: pictures beside their "
+            "data files need no --media-root; else move one of them away"
         )
     if not paths:
-        paths = [os.path.join(root or "", name)]
+        paths = [path_under_root]
     if not root:
         return paths[0]
     for path in paths:
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folders[path])):
             return path
-    folder = (
-        f"--media-root {root}"
-        if folders[path] == root
-        else f"{beside}, the folder of its data file"
-    )
+    folder = f"{beside}, the folder of its data file"
+    if folders[path] == root:
+        folder = f"--media-root {root}"
     raise BadRow(f"{path} leads out of {folder}")
 
 
 def open_media(
     picture: Picture, root: Path | None, limits: PixelLimits, *, beside: Path | None = None
 ) -> Media:
-    """BadRow for what cannot be read."""
-    kind, frames = picture
+    """A row's picture, decoded. BadRow if it cannot be read."""
+    kind, items = picture
     try:
-        return Media.open(kind, [media_bytes(item, root, beside=beside) for item in frames], limits)
+        frames = [media_bytes(item, root, beside=beside) for item in items]
+        return Media.open(kind, frames, limits)
     except (MemoryError, ValueError) as error:
         raise BadRow(str(error) or "not enough memory to decode it") from error
 
@@ -178,12 +194,14 @@ def open_media(
 def count_tokens(
     picture: Picture, root: Path | None, limits: PixelLimits, *, beside: Path | None = None
 ) -> int:
-    """Tokens of a picture, from the header of its first frame; the others need only be there.
-    BadRow, too."""
-    kind, frames = picture
-    for item in frames[1:]:
+    """Tokens of a picture, from the header of its first frame. BadRow.
+
+    The files of the other frames only need to exist.
+    """
+    kind, items = picture
+    for item in items[1:]:
         media_file(item, root, beside=beside).close()
-    with media_file(frames[0], root, beside=beside) as file:
+    with media_file(items[0], root, beside=beside) as file:
         try:
             with Image.open(file, formats=FORMATS) as image:
                 check_size(image)
@@ -192,4 +210,5 @@ def count_tokens(
             raise BadRow(f"no readable picture: none of {', '.join(FORMATS)}") from error
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise BadRow(f"no readable picture ({str(error)[:80]})") from error
-    return -(-len(frames) // 2) * (width // CELL) * (height // CELL)
+    num_pairs = ceil(len(items) / 2)  # of frames
+    return num_pairs * (width // CELL) * (height // CELL)

@@ -1,5 +1,4 @@
-"""Data sets in verl's format (parquet or jsonl) as tokenised prompts, and the seeded order in which
-they are used."""
+"""Data sets in verl's format (parquet or jsonl) as tokenised prompts, and their seeded order."""
 
 import gc
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from common.data.media import (
 )
 from common.data.protocols import spacing
 from common.data.rows import RowFiles
-from common.data.scan import Fingerprint, Found, KnownTokens, Lengths, once_per_machine
+from common.data.scan import Fingerprint, KnownTokens, Lengths, ScanReport, once_per_machine
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
 from common.flags import Data, Rollout
@@ -34,32 +33,31 @@ from common.vision import Vision
 
 AS_THEY_STAND = (
     "are texts: the model sees them as they stand, without its chat template, which takes a "
-    "list of messages, "
-    '[{"role": "user", "content": TEXT}]; `python -m common.look FILE --tokenizer MODEL` '
-    "shows what it sees"
+    'list of messages, [{"role": "user", "content": TEXT}]; `python -m common.look FILE '
+    "--tokenizer MODEL` shows what it sees"
 )
+BATCH = 1024  # rows of the scan that are rendered together
 
 
 @dataclass(slots=True)
 class Prepared:
-    """A row up to its chat template."""
+    """A row, ready for its chat template."""
 
     prompt: Prompt  # cleaned
     messages: Prompt  # for the template: with tools, typed parts, and control tokens as text
     pictures: list[Picture]
     tools: dict[str, dict]  # on offer
-    spelled: bool  # was there a control token?
+    spelled: bool  # whether a message spelled a control token
 
 
 class PromptData:
-    """Rows of one or several files, kept in Arrow; one becomes Python objects and token ids when it
-    is asked for.
+    """Rows of one or several files, kept in Arrow; indexing makes a `Row` with its token ids.
 
-    What is wrong with the files is said here, at start-up: ValueError with file, row, reason and
-    the flag that helps. `max_rows` counts the concatenated files before anything is dropped. With
-    --eval-only or a class as --environment a row may lack its truth: then it is sampled, and not
-    scored. With a `world`, in which all ranks come here, the first rank of each machine looks at
-    the rows for the others.
+    Files and rows that cannot be used raise a ValueError here, at start-up, with file, row, reason
+    and the flag that helps. `max_rows` limits the concatenated files before anything is dropped.
+    With --eval-only or a class as --environment a row may lack its truth: then it is sampled, and
+    not scored. `plays` says that --environment is such a class. With a `world`, which is collective
+    on all ranks, the first rank of each machine scans the rows for the others.
     """
 
     def __init__(
@@ -77,202 +75,265 @@ class PromptData:
         num_embeddings: int | None = None,
         plays: bool = False,
     ):
-        self.known = KnownTokens(tokenizer, num_embeddings)
-        self.tokenizer, self.vision, self.tools = tokenizer, vision, tools or {}
-        self.max_prompt_tokens, self.max_images = rollout.max_prompt_tokens, rollout.max_images
+        self.tokenizer = tokenizer
+        self.vision = vision
+        self.tools = tools or {}
+        self.max_prompt_tokens = rollout.max_prompt_tokens
+        self.max_images = rollout.max_images
         self.media_root = data.media_root
         self.plays = plays
-        # which rows a function answers: all, or their own if any has arguments for it
+        self.needs_truth = not (rollout.eval_only or plays)
+        # which rows a function answers: all, or only their own if any row has arguments for it
         self.answered = "none"
-        if rollout.environment and not self.plays:
+        if rollout.environment and not plays:
             self.answered = "own"
-        self.needs_truth = not (rollout.eval_only or self.plays)
-        convert = partial(
-            to_verl,
-            flag=flag,
-            media_root=data.media_root,
-            with_tools=bool(tools),
-            needs_truth=self.needs_truth,
-        )
         self.files = RowFiles(
-            files, flag, max_rows, convert, partial(once_per_machine, world, alike=False)
+            files,
+            flag,
+            max_rows,
+            convert=partial(
+                to_verl,
+                flag=flag,
+                media_root=data.media_root,
+                with_tools=bool(tools),
+                needs_truth=self.needs_truth,
+            ),
+            once=partial(once_per_machine, world, alike=False),
         )
-        self.placeholders = (
-            tokenizer.convert_ids_to_tokens([*vision.placeholders.values()]) if vision else []
-        )
-        self.spaced, self.lengths = spacing(tokenizer, self.placeholders), Lengths(tokenizer)
-        found = once_per_machine(world, self._scan)
-        self.files.refuse(found.bad, "unusable rows", drop := data.bad_rows == "drop")
-        too_long = f"prompts longer than --max-prompt-tokens {self.max_prompt_tokens}"
-        self.files.refuse(found.too_long, too_long, drop)
-        self.sources, self.fingerprint = found.sources, found.fingerprint
-        self.uses_template = found.templated > 0
-        self.positions = np.array(
-            [index for index in found.kept if index not in found.too_long], dtype=np.int64
-        )
-        if not len(self.positions):
+        self.placeholders: list[str] = []
+        if vision:
+            self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()])
+        self.spaced = spacing(tokenizer, self.placeholders)
+        self.known_tokens = KnownTokens(tokenizer, num_embeddings)
+        self.lengths = Lengths(tokenizer)
+
+        report = once_per_machine(world, self._scan)
+        self._refuse(report, drop=data.bad_rows == "drop")
+        usable = [index for index in report.kept if index not in report.too_long]
+        if not usable:
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
-        for what, count in found.told.items():
-            say(f"{flag}: {count} prompts {what}")
-        if found.all_answered:
+        self.positions = np.array(usable, dtype=np.int64)
+        self.sources = report.sources
+        self.fingerprint = report.fingerprint
+        self.uses_template = report.num_templated > 0
+        if report.all_answered:
             self.answered = "all"
+        self._print_notes(report)
+
+    def _refuse(self, report: ScanReport, drop: bool) -> None:
+        self.files.refuse(report.bad_rows, "unusable rows", drop)
+        too_long = f"prompts longer than --max-prompt-tokens {self.max_prompt_tokens}"
+        self.files.refuse(report.too_long, too_long, drop)
+
+    def _print_notes(self, report: ScanReport) -> None:
+        flag = self.files.flag
+        for note, count in report.notes.items():
+            say(f"{flag}: {count} prompts {note}")
+        if report.all_answered:
             say(
                 f"{flag}: no row has extra_info.interaction_kwargs: all are answered by "
                 "--environment"
             )
-        for what, count in found.unheeded.items():
-            if what:
-                say(f"warning: {flag}: {count} rows ask in vain for something: {what}")
+        for request, count in report.ignored_requests.items():
+            say(f"warning: {flag}: {count} rows ask in vain for something: {request}")
 
-    def _scan(self) -> Found:
-        found, texts, progress, fingerprint = Found(), {}, self.files.progress(), Fingerprint()
-        if self.answered == "own":
-            records = (
-                record for record in self.files.records(OPTIONAL) if isinstance(record, dict)
-            )
-            found.all_answered = not any(render.interaction_kwargs(record) for record in records)
-            self.answered = "all" if found.all_answered else "own"
-        # millions of rows that come and go would make the collector visit all of torch, over and
-        # over
+    def _scan(self) -> ScanReport:
+        report = ScanReport()
+        if self.answered == "own" and self._no_row_has_arguments():
+            report.all_answered = True
+            self.answered = "all"
+        # millions of short-lived rows would make the collector visit all of torch, over and over
         gc.freeze()
-        # what is used, and what tells of another system
-        read = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)
-        rows = enumerate(self.files.records(read if self.needs_truth else None))
-        while batch := list(islice(rows, 1024)):
-            progress.add(len(batch))
-            prepared = {}
-            for index, record in batch:
+        progress = self.files.progress()
+        fingerprint = Fingerprint()
+        columns = None
+        if self.needs_truth:
+            # those that are read, and those that show that a row is of another system
+            columns = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)
+        rows = enumerate(self.files.records(columns))
+        long_texts: dict[int, tuple[str, int]] = {}
+        while records := dict(islice(rows, BATCH)):
+            progress.add(len(records))
+            for record in records.values():
                 fingerprint.add(record)
-                problem = row_problem(record, self.needs_truth)
-                try:
-                    if problem:
-                        raise BadRow(problem)
-                    prepared[index] = prompt = self._prepare(record)
-                    beside = self.files.folder(index)
-                    read_tool_media(prompt.tools, self.media_root, size=0, beside=beside)
-                    if len(prompt.pictures) > self.max_images:
-                        raise BadRow(
-                            f"{len(prompt.pictures)} pictures are more than --max-images "
-                            f"{self.max_images}"
-                        )
-                except (AttributeError, BadRow, LookupError, TypeError) as error:
-                    # a number for a list, ...
-                    prepared.pop(index, None)
-                    kind = (
-                        "" if isinstance(error, BadRow) else f"malformed: {type(error).__name__}: "
+            long_texts |= self._scan_batch(records, report)
+            if len(long_texts) >= BATCH:
+                report.too_long |= self.lengths.above(long_texts, self.max_prompt_tokens)
+                long_texts = {}
+        report.too_long |= self.lengths.above(long_texts, self.max_prompt_tokens)
+        report.bad_rows = dict(sorted(report.bad_rows.items()))
+        report.fingerprint = str(fingerprint)
+        return report
+
+    def _no_row_has_arguments(self) -> bool:
+        """Whether --environment answers all rows, because none has arguments of its own for it."""
+        for record in self.files.records(OPTIONAL):
+            if isinstance(record, dict) and render.interaction_kwargs(record):
+                return False
+        return True
+
+    def _scan_batch(
+        self, records: dict[int, dict | str], report: ScanReport
+    ) -> dict[int, tuple[str, int]]:
+        """Add rows to the report; return those that may be too long, as `Lengths.above` takes them.
+
+        records: row index -> row, or the reason why it is none.
+        """
+        prepared = self._prepare_batch(records, report.bad_rows)
+        texts = self._render(prepared, report.bad_rows)
+        long_texts: dict[int, tuple[str, int]] = {}
+        for index, text in texts.items():
+            row = prepared[index]
+            try:
+                self._check_whole(row.messages, text)
+                self.known_tokens.check(text)
+                num_tokens = self._picture_tokens(text, row.pictures, self.files.folder(index))
+                max_text_tokens = max_num_tokens(text)
+            except UnicodeEncodeError as error:  # half a surrogate pair
+                report.bad_rows[index] = f"cannot be rendered: {error}"
+                continue
+            except BadRow as error:
+                report.bad_rows[index] = str(error)
+                continue
+            beginning = render.beginning_ids(self.tokenizer, row.messages)
+            num_tokens += len(beginning)
+            self._add_to_report(report, index, records[index], row, beginning)
+            if max_text_tokens + num_tokens >= self.max_prompt_tokens:
+                # a placeholder for each picture is in the text already
+                long_texts[index] = (text, num_tokens - len(row.pictures))
+        return long_texts
+
+    def _prepare_batch(
+        self, records: dict[int, dict | str], bad_rows: dict[int, str]
+    ) -> dict[int, Prepared]:
+        """The rows that can be prepared; the others go into `bad_rows` with the reason."""
+        prepared: dict[int, Prepared] = {}
+        for index, record in records.items():
+            problem = row_problem(record, self.needs_truth)
+            if problem:
+                bad_rows[index] = problem
+                continue
+            try:
+                row = self._prepare(record)
+                read_tool_media(row.tools, self.media_root, size=0, beside=self.files.folder(index))
+                if len(row.pictures) > self.max_images:
+                    raise BadRow(
+                        f"{len(row.pictures)} pictures are more than --max-images {self.max_images}"
                     )
-                    found.bad[index] = f"{kind}{error}"
-            records = dict(batch)
-            for index, text in self._render(prepared, found.bad).items():
-                prompt = prepared[index]
-                try:
-                    self._check_whole(prompt.messages, text)
-                    self.known.check(text)
-                    num_tokens = self._picture_tokens(
-                        text, prompt.pictures, self.files.folder(index)
-                    )
-                    num_bytes = len(text.encode())
-                except (BadRow, UnicodeEncodeError) as error:  # the latter: half a surrogate pair
-                    found.bad[index] = (
-                        str(error) if isinstance(error, BadRow) else f"cannot be rendered: {error}"
-                    )
-                    continue
-                found.kept.append(index)
-                if truth_of(records[index]) is not None:
-                    found.sources.add(records[index]["data_source"])
-                if not isinstance(prompt.prompt, str):
-                    found.templated += 1
-                elif isinstance(records[index]["prompt"], list):
-                    found.told[
-                        "are rendered templates in one message: used without chat template"
-                    ] += 1
-                elif self.tokenizer.chat_template:
-                    found.told[AS_THEY_STAND] += 1
-                beginning = render.beginning_ids(self.tokenizer, prompt.messages)
-                if beginning:
-                    token = self.tokenizer.decode(beginning)
-                    found.told[
-                        f"are texts without {token} in front, which the tokenizer puts there: "
-                        "they get it"
-                    ] += 1
-                    num_tokens += len(beginning)
-                if is_continued(prompt.messages):
-                    found.told["end in a message of the assistant: the model goes on with it"] += 1
-                found.look_at(
-                    render.bare_text(prompt.prompt), prompt.pictures, prompt.spelled, self.tokenizer
-                )
-                found.unheeded[render.unheeded(records[index], self.tools, self.answered)] += 1
-                # At most a token per byte, and one for a leading space; NFC can triple the bytes of
-                # non-ASCII text.
-                if num_bytes * (1 if text.isascii() else 3) + num_tokens >= self.max_prompt_tokens:
-                    # a placeholder is in the text already
-                    texts[index] = text, num_tokens - len(prompt.pictures)
-            if len(texts) >= 1024:
-                found.too_long |= self.lengths.above(texts, self.max_prompt_tokens)
-                texts = {}
-        found.too_long |= self.lengths.above(texts, self.max_prompt_tokens)
-        found.bad = dict(sorted(found.bad.items()))
-        found.fingerprint = str(fingerprint)
-        return found
+            except BadRow as error:
+                bad_rows[index] = str(error)
+            except (AttributeError, LookupError, TypeError) as error:  # a number for a list, ...
+                bad_rows[index] = f"malformed: {type(error).__name__}: {error}"
+            else:
+                prepared[index] = row
+        return prepared
+
+    def _add_to_report(
+        self, report: ScanReport, index: int, record: dict, row: Prepared, beginning: list[int]
+    ) -> None:
+        """Add a usable row. beginning: the ids that its text lacks in front."""
+        report.kept.append(index)
+        if truth_of(record) is not None:
+            report.sources.add(record["data_source"])
+        if not isinstance(row.prompt, str):
+            report.num_templated += 1
+        elif isinstance(record["prompt"], list):
+            note = "are rendered templates in one message: used without chat template"
+            report.notes[note] += 1
+        elif self.tokenizer.chat_template:
+            report.notes[AS_THEY_STAND] += 1
+        if beginning:
+            token = self.tokenizer.decode(beginning)
+            note = (
+                f"are texts without {token} in front, which the tokenizer puts there: they get it"
+            )
+            report.notes[note] += 1
+        if is_continued(row.messages):
+            report.notes["end in a message of the assistant: the model goes on with it"] += 1
+        report.note_misreadings(
+            render.bare_text(row.prompt), row.pictures, row.spelled, self.tokenizer
+        )
+        request = render.unheeded(record, self.tools, self.answered)
+        if request:
+            report.ignored_requests[request] += 1
 
     def _prepare(self, record: dict) -> Prepared:
-        """A row up to its chat template. BadRow for what does not go together."""
+        """A row, ready for its chat template. BadRow for what does not go together."""
         prompt = render.clean_prompt(record["prompt"])
         pictures = picture_sources(record, render.bare_text(record["prompt"]))
         if pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
-        plays = self.plays and record.get("agent_name") != "single_turn_agent"
-        if plays and isinstance(prompt, str):
-            raise BadRow("is a rendered prompt, which an --environment cannot add to")
-        if plays and is_continued(prompt):
-            raise BadRow("ends in a message of the assistant, which an --environment cannot add to")
+        if self._is_played(record):
+            if isinstance(prompt, str):
+                raise BadRow("is a rendered prompt, which an --environment cannot add to")
+            if is_continued(prompt):
+                raise BadRow(
+                    "ends in a message of the assistant, which an --environment cannot add to"
+                )
         if not isinstance(render.answer_kwargs(record, self.answered) or {}, dict):
             raise BadRow("extra_info.interaction_kwargs is no object")
         offered = render.row_tools(record, self.tools) if self.tools else {}
-        messages = prompt if isinstance(prompt, str) else render.as_text(prompt, self.spaced)
-        spelled = messages != prompt
-        tools = {name: self.tools[name] for name in offered}
-        messages = render.to_messages(messages, self.tokenizer, tools, bool(pictures))
-        return Prepared(prompt, messages, pictures, offered, spelled)
+        messages = prompt
+        if not isinstance(prompt, str):
+            messages = render.as_text(prompt, self.spaced)
+        return Prepared(
+            prompt=prompt,
+            messages=render.to_messages(
+                messages,
+                self.tokenizer,
+                tools={name: self.tools[name] for name in offered},
+                pictures=bool(pictures),
+            ),
+            pictures=pictures,
+            tools=offered,
+            spelled=messages != prompt,
+        )
 
-    def _render(self, prepared: dict[int, Prepared], bad: dict[int, str]) -> dict[int, str]:
-        """The texts of prompts; those that the template refuses are told in `bad` instead."""
+    def _is_played(self, record: dict) -> bool:
+        """Whether an environment plays with the row."""
+        return self.plays and record.get("agent_name") != "single_turn_agent"
+
+    def _render(self, prepared: dict[int, Prepared], bad_rows: dict[int, str]) -> dict[int, str]:
+        """The texts of prompts; those that the template refuses go into `bad_rows`."""
         try:
             texts = render.apply_template([p.messages for p in prepared.values()], self.tokenizer)
             return dict(zip(prepared, texts))
         except (TemplateError, TypeError, ValueError) as error:
             # a role that it refuses, a tool call without a name
             if len(prepared) == 1:
-                bad |= dict.fromkeys(prepared, f"cannot be rendered: {error}")
+                (index,) = prepared
+                bad_rows[index] = f"cannot be rendered: {error}"
                 return {}
-            alone = ({index: prompt} for index, prompt in prepared.items())
-            return {index: text for one in alone for index, text in self._render(one, bad).items()}
+        rendered: dict[int, str] = {}
+        for index, row in prepared.items():
+            rendered |= self._render({index: row}, bad_rows)
+        return rendered
 
     def _check_whole(self, messages: Prompt, text: str) -> None:
-        """BadRow if the template has left out a message. Of the assistant's earlier turns some drop
-        the thoughts."""
+        """BadRow if the template has left out a message."""
         if isinstance(messages, str):
             return
         flat = render.without_spaces(text)
         for message in messages:
-            others = message["role"] != "assistant" and isinstance(message["content"], str)
-            if others and render.end_of_text(message["content"], flat) < 0:
+            # some templates drop the thoughts of the assistant's earlier turns
+            if message["role"] == "assistant" or not isinstance(message["content"], str):
+                continue
+            if render.end_of_text(message["content"], flat) < 0:
                 raise BadRow(f"the chat template leaves out a message of role {message['role']!r}")
 
-    def _picture_tokens(self, text: str, pictures: list, beside: Path) -> int:
-        """Tokens of the pictures of a prompt. BadRow, too, if its text has not one placeholder for
-        each."""
-        spelled = sum(map(text.count, self.placeholders))
-        if spelled != len(pictures):
+    def _picture_tokens(self, text: str, pictures: list[Picture], beside: Path) -> int:
+        """Tokens of a prompt's pictures. BadRow if its text has not one placeholder for each."""
+        num_placeholders = sum(map(text.count, self.placeholders))
+        if num_placeholders != len(pictures):
             names = " or ".join(self.placeholders)
             raise BadRow(
-                f"{spelled} placeholders of pictures ({names}) in its text, and "
+                f"{num_placeholders} placeholders of pictures ({names}) in its text, and "
                 f"{len(pictures)} pictures"
             )
-        root = self.media_root
-        return sum(
-            count_tokens(picture, root, self.vision.limits, beside=beside) for picture in pictures
-        )
+        num_tokens = 0
+        for picture in pictures:
+            num_tokens += count_tokens(picture, self.media_root, self.vision.limits, beside=beside)
+        return num_tokens
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -282,102 +343,124 @@ class PromptData:
         return self.files.row(index)
 
     def __getitem__(self, i: int) -> Row:
+        """Usable row i. If it cannot be read now, it has a `problem` and no prompt_ids."""
         index = int(self.positions[i])
-        record = self.files.row(index, None if self.plays else (*REQUIRED, *OPTIONAL))
+        columns = None if self.plays else (*REQUIRED, *OPTIONAL)
+        record = self.files.row(index, columns)
         prepared = self._prepare(record)
-        ground_truth, extra_info = truth_of(record), record.get("extra_info") or {}
-        row = Row(index, record["data_source"], prepared.prompt, ground_truth, extra_info, [])
-        row.answer_kwargs, row.messages = (
-            render.answer_kwargs(record, self.answered),
-            prepared.messages,
+        ground_truth = truth_of(record)
+        row = Row(
+            index=index,
+            data_source=record["data_source"],
+            prompt=prepared.prompt,
+            ground_truth=ground_truth,
+            extra_info=record.get("extra_info") or {},
+            prompt_ids=[],
+            answer_kwargs=render.answer_kwargs(record, self.answered),
+            messages=prepared.messages,
         )
-        if self.plays and record.get("agent_name") != "single_turn_agent":
-            # it may be the environment that knows
+        if self._is_played(record):
+            # without a ground truth: the environment may know it
             row.ground_truth = "" if ground_truth is None else ground_truth
-            columns = {name: render.without_nulls(value) for name, value in record.items()}
-            row.environment = columns | {"ground_truth": ground_truth}
+            row.environment = {name: render.without_nulls(x) for name, x in record.items()}
+            row.environment["ground_truth"] = ground_truth
         (text,) = render.apply_template([prepared.messages], self.tokenizer)
         try:
-            ids = render.beginning_ids(self.tokenizer, prepared.messages) + render.encode(
-                self.tokenizer, text
-            )
-            root, beside = self.media_root, self.files.folder(index)
-            row.tools = read_tool_media(prepared.tools, root, beside=beside)
-            row.media = [
-                open_media(p, root, self.vision.limits, beside=beside) for p in prepared.pictures
-            ]
-            row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
-            if len(row.prompt_ids) > self.max_prompt_tokens:  # what `Lengths` has taken for short
-                raise BadRow(
-                    f"{len(row.prompt_ids)} tokens, above --max-prompt-tokens "
-                    f"{self.max_prompt_tokens}"
-                )
+            self._tokenize(row, prepared, text)
         except BadRow as error:
-            row.media, row.prompt_ids, row.problem = (
-                [],
-                [],
-                f"{self.files.flag}: {self.files.place(index)}: {error}",
-            )
+            row.media = []
+            row.prompt_ids = []
+            row.problem = f"{self.files.flag}: {self.files.place(index)}: {error}"
             print(f"warning: {row.problem}; left out", flush=True)
         return row
 
+    def _tokenize(self, row: Row, prepared: Prepared, text: str) -> None:
+        """Set the row's tools, media and prompt_ids. BadRow for what cannot be read."""
+        beginning = render.beginning_ids(self.tokenizer, prepared.messages)
+        ids = beginning + render.encode(self.tokenizer, text)
+        beside = self.files.folder(row.index)
+        row.tools = read_tool_media(prepared.tools, self.media_root, beside=beside)
+        row.media = [
+            open_media(picture, self.media_root, self.vision.limits, beside=beside)
+            for picture in prepared.pictures
+        ]
+        row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
+        num_tokens = len(row.prompt_ids)
+        if num_tokens > self.max_prompt_tokens:  # `Lengths` counted less
+            raise BadRow(f"{num_tokens} tokens, above --max-prompt-tokens {self.max_prompt_tokens}")
+
+
+def max_num_tokens(text: str) -> int:
+    """An upper bound of the tokens of a text, but for one that a leading space may add.
+
+    A token has at least one byte, and NFC can triple the bytes of text that is not ASCII.
+    UnicodeEncodeError for half a surrogate pair.
+    """
+    return len(text) if text.isascii() else 3 * len(text.encode())
+
 
 def steps_of(epochs: float, num_rows: int, rows_per_step: int) -> int:
-    """Steps that pass so many times over the data; the last one, for the last rows, may begin
-    another pass."""
+    """Steps for so many passes over the data; the last step may begin another pass."""
     return max(1, ceil(round(epochs * num_rows / rows_per_step, 6)))
 
 
 class PromptLoader:
-    """Row positions for each step: a fresh permutation per epoch from (seed, epoch). Its state is a
-    count.
+    """Row positions for each step: a fresh permutation per epoch from (seed, epoch).
 
-    fingerprint: of the rows.
+    Its state is a count. fingerprint: of the rows.
     """
 
     def __init__(self, num_rows: int, seed: int, fingerprint: str = ""):
         if num_rows < 1:
             raise ValueError("need at least 1 row")
-        self.num_rows, self.seed, self.consumed = num_rows, seed, 0
+        self.num_rows = num_rows
+        self.seed = seed
         self.fingerprint = fingerprint
-        self._permutation = (-1, np.empty(0, dtype=np.int64))  # (epoch, order)
+        self.consumed = 0  # positions so far, over all epochs
+        self._order = np.empty(0, dtype=np.int64)  # the permutation of `_order_epoch`
+        self._order_epoch = -1
 
     @property
     def epoch(self) -> float:
         return self.consumed / self.num_rows
 
     def next(self, count: int) -> list[int]:
-        """The next `count` positions; at the end of an epoch the next permutation goes on."""
-        positions = []
+        """The next `count` positions; at the end of an epoch the next permutation follows."""
+        positions: list[int] = []
         while len(positions) < count:
             epoch, start = divmod(self.consumed, self.num_rows)
-            if self._permutation[0] != epoch:
-                order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(
-                    self.num_rows
-                )
-                self._permutation = (epoch, order)
-            taken = self._permutation[1][start : start + count - len(positions)]
+            if epoch != self._order_epoch:
+                generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+                self._order = generator.permutation(self.num_rows)
+                self._order_epoch = epoch
+            taken = self._order[start : start + count - len(positions)]
             positions += taken.tolist()
             self.consumed += len(taken)
         return positions
 
     def state_dict(self) -> dict[str, int | str]:
-        place = {"consumed": self.consumed, "seed": self.seed, "num_rows": self.num_rows}
-        return place | {"fingerprint": self.fingerprint}
+        return {
+            "consumed": self.consumed,
+            "seed": self.seed,
+            "num_rows": self.num_rows,
+            "fingerprint": self.fingerprint,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """SystemExit if the saved position belongs to another data set or seed."""
         anew = "or give another --output-dir or --resume never"
         for name in ("num_rows", "seed"):
+            saved = state[name]
             now = getattr(self, name)
-            if state[name] != now:
-                told = f"--resume: {name} of the training data was {state[name]}, now it is {now}"
-                raise SystemExit(f"{told}; go on with the same flags, {anew}")
+            if saved != now:
+                raise SystemExit(
+                    f"--resume: {name} of the training data was {saved}, now it is {now}; go on "
+                    f"with the same flags, {anew}"
+                )
         saved = state["fingerprint"]
         if saved != self.fingerprint:
-            told = (
+            raise SystemExit(
                 "--resume: the training data has other rows than before (fingerprint "
-                f"{saved}, now {self.fingerprint})"
+                f"{saved}, now {self.fingerprint}); go on with the same files, {anew}"
             )
-            raise SystemExit(f"{told}; go on with the same files, {anew}")
         self.consumed = state["consumed"]

@@ -1,12 +1,10 @@
-"""Protocols: how the policy is told of the tools, how it calls one in its turn, and how it gets to
-see the reply."""
+"""Protocols: how the policy is taught its tools, how it calls one, and how it sees the reply."""
 
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 
 from jinja2 import TemplateError
 from pydantic_core import from_json
@@ -20,92 +18,137 @@ BEGIN, END = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_respons
 CODE_TAUGHT = (CODE_OPEN, "<image_clue_0>")  # in prompts that teach programs between tags
 CALL_ID = "tool_call"  # Mistral's templates want nine characters
 UNSEEN = "the policy would not see what it is told; take a model whose template shows such messages"
+AFTER_CALL = r"\s*+(<\|\w+\|>|</s>)?\s*\Z"  # what may follow a native call at the end of a turn
+# name -> the field tool_calls of a template of `parse_response`
+CALL_FORMATS: dict[str, dict] = {
+    "Qwen3-Coder": {
+        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+        "close_pattern": r"</function>\s*</tool_call>",
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?"
+            r"(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
+        },
+        "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+    },
+    "Llama-3": {
+        "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*(?=\{)|(?=\{\s*"name"\s*:))',
+        "close_pattern": r"\s*(?:<\|eot_id\|>|<\|eom_id\|>|\Z)",
+        "repeats": True,
+        "content": "json",
+        "transform": {"function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
+    },
+    "Mistral with [ARGS]": {
+        "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\s]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+        "close_pattern": r"(?=\[TOOL_CALLS\])|</s>|\Z",
+        "repeats": True,
+        "content": "json",
+        "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+    },
+    "Mistral": {
+        "open": "[TOOL_CALLS]",
+        "close_pattern": r"\s*(?:</s>|\Z)",
+        "content": "json",
+        "transform_each": True,
+        "transform": {"function": {"name": "{name}", "arguments": "{arguments}"}},
+    },
+}
 
 
 @dataclass(slots=True)
 class Call:
     name: str = ""
     arguments: dict = field(default_factory=dict)
-    error: str = ""  # why it is none
+    error: str = ""  # why it is malformed
 
 
 def spacing(tokenizer, spared: Iterable[str] = ()) -> Callable[[str], str]:
-    """What turns special tokens, spelled in a text, into text: "<|end|>" into "< |end|>"; the
-    spared ones stay."""
-    special = {
-        token.content for token in tokenizer.added_tokens_decoder.values() if token.special
-    } - {*spared}
-    spelled = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
-    return partial(spelled.sub, lambda found: f"{found[0][0]} {found[0][1:]}")
+    """A function that turns special tokens in a text into text: "<|end|>" into "< |end|>".
+
+    spared: special tokens that stay.
+    """
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    patterns = [re.escape(token) for token in sorted(special - set(spared))]
+    # without any token the pattern matches nothing
+    any_token = re.compile("|".join(patterns) or "(?!)")
+
+    def spaced(text: str) -> str:
+        return any_token.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+
+    return spaced
 
 
 class Protocol:
-    """What protocols share: a message of the chat template that holds what a tool has replied."""
+    """What protocols share: a reply of a tool in a message of the chat template."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        tokens, tags = tokenizer.added_tokens_decoder, (OPEN, CLOSE, CODE_OPEN, CODE_CLOSE)
-        self.skipped = {
-            i for i, token in tokens.items() if token.special and token.content not in tags
-        }
-        # a text of a tool, or of the policy in a call: its special tokens are text
+        # ids that `read` leaves out
+        self.skipped = set()
+        for i, token in tokenizer.added_tokens_decoder.items():
+            if token.special and token.content not in (OPEN, CLOSE, CODE_OPEN, CODE_CLOSE):
+                self.skipped.add(i)
+        # special tokens become text in what a tool writes, or the policy in a call
         self.spaced = spacing(tokenizer)
 
     def prompt(self, messages: list[dict]) -> str:
-        """Messages by the chat template; the tools that it is to offer stand in the first one."""
-        options = {"add_generation_prompt": True, "tokenize": False}
+        """Messages by the chat template; tools that it offers are in the first one, as "tools"."""
         return self.tokenizer.apply_chat_template(
-            messages, tools=messages[0].get("tools"), **options
+            messages, tools=messages[0].get("tools"), add_generation_prompt=True, tokenize=False
         )
 
     def read(self, turn: Sequence[int]) -> str:
-        """A turn as `find_call` wants it: with the tags of calls, which some models have as special
-        tokens."""
+        """A turn as text for `find_call`: with the tags of calls, which may be special tokens."""
         return self.tokenizer.decode([token for token in turn if token not in self.skipped])
 
     def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
-        """What stands between an end-of-turn token and the next turn: texts and pictures in a
-        message of `role`.
+        """The text between an end-of-turn token and the next turn: a message of `role`.
 
-        A picture is one placeholder; `shown` were seen before. ValueError if the chat template
-        refuses the role, or ends the assistant's turns in another way.
+        parts: texts and pictures; a picture becomes one placeholder. shown: pictures before these.
+        ValueError if the chat template refuses the role, or ends the assistant's turns in another
+        way.
         """
-        content = [
-            {"type": "text", "text": self.spaced(x)} if isinstance(x, str) else {"type": x.kind}
-            for x in parts
-        ]
+        content = []
+        for part in parts:
+            if isinstance(part, str):
+                content.append({"type": "text", "text": self.spaced(part)})
+            else:
+                content.append({"type": part.kind})
         # templates of models that read text alone want a string
         if all(part["type"] == "text" for part in content):
             content = "".join(part["text"] for part in content)
-        mark, end = "\u2603\u2603", self.tokenizer.eos_token
-        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
-        messages = [*before, {"role": role, "content": content, "tool_call_id": CALL_ID}]
+        mark = "\u2603\u2603"
+        messages = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": mark},
+            {"role": role, "content": content, "tool_call_id": CALL_ID},
+        ]
         try:
-            whole = self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
         except (TemplateError, TypeError) as error:
-            why = f"{type(error).__name__}: {error!s:.200}"
+            reason = f"{type(error).__name__}: {error!s:.200}"
             raise ValueError(
-                f"tools: the chat template refuses messages of role {role!r} ({why}): {UNSEEN}"
+                f"tools: the chat template refuses messages of role {role!r} ({reason}): {UNSEEN}"
             ) from error
-        between = whole.partition(mark)[2]  # a text of the tool may hold the mark too
-        if not end or not between.startswith(end):
+        after_mark = text.partition(mark)[2]  # the first: a text of the tool may hold the mark too
+        end = self.tokenizer.eos_token
+        if not end or not after_mark.startswith(end):
             raise ValueError(
                 f"the chat template does not end the assistant's turns with {end!r}: no tools "
                 "with it"
             )
-        return between.removeprefix(end)
+        return after_mark.removeprefix(end)
 
 
 class Hermes(Protocol):
-    """Calls as JSON between the tags <tool_call>, replies in the chat template's own way: Qwen2.5's
-    protocol."""
+    """Qwen2.5's protocol: calls as JSON between the tags <tool_call>."""
 
     @staticmethod
     def system_block(schemas: Iterable[dict]) -> str:
-        """What follows the system text: the block of Hermes, to the letter that of Qwen2.5's chat
-        template."""
+        """The end of the system message, word for word that of Qwen2.5's chat template."""
         lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
         return (
             "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -118,21 +161,17 @@ class Hermes(Protocol):
 
     @staticmethod
     def find_call(text: str) -> Call | None:
-        """The last call in a turn that ends with one; None if it does not. A malformed one has an
-        `error`."""
+        """The last call of a turn that ends with one, else None. A malformed one has an `error`."""
         text = text.rstrip()
         if not text.endswith(CLOSE):
             return None
         start = text.rfind(OPEN)
         if start < 0:
             return Call(error=f"{CLOSE} without {OPEN}")
+        body = text[start + len(OPEN) : text.index(CLOSE, start)]
         try:
-            call = from_json(
-                text[start + len(OPEN) : text.index(CLOSE, start)], allow_inf_nan=False
-            )
-            arguments = (
-                call["arguments"] if isinstance(call, dict) and "arguments" in call else None
-            )
+            call = from_json(body, allow_inf_nan=False)
+            arguments = call.get("arguments") if isinstance(call, dict) else None
             if isinstance(arguments, str):
                 arguments = from_json(arguments, allow_inf_nan=False)
             if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
@@ -146,27 +185,36 @@ class Hermes(Protocol):
 
 
 class Code(Protocol):
-    """Programs between the tags <code>, replies in a user's message: PyVision-RL's protocol (arXiv
-    2602.20739)."""
+    """PyVision-RL's protocol (arXiv 2602.20739): programs between the tags <code>.
+
+    Replies are messages of the user.
+    """
 
     @staticmethod
     def find_call(text: str) -> Call | None:
-        """The program that a turn ends in, in a fence for Python; a closed <answer> in it ends the
-        trajectory."""
+        """The program that a turn ends with, in a fence for Python; None if there is none.
+
+        An <answer> that is closed ends the trajectory: then there is no call.
+        """
         text = text.rstrip()
-        answer = text[: max(0, text.rfind("</answer>"))].partition("<answer>")[2]
+        before_close, _, _ = text.rpartition("</answer>")
+        _, _, answer = before_close.partition("<answer>")
         if answer.strip():
             return None
         if text.endswith(CODE_CLOSE):
-            text = text[: -len(CODE_CLOSE)].rpartition(CODE_OPEN)[2].strip()
-            start = 0 if text.startswith(FENCE) else -1
+            text = text.removesuffix(CODE_CLOSE).rpartition(CODE_OPEN)[2].strip()
+            start = 0
+            if not text.startswith(FENCE):
+                return None
         else:
             start = text.rfind(FENCE, 0, -3)
-            # another fence ends the turn
-            start = -1 if "\n```" in text[start + len(FENCE) : -3] else start
-        if start < 0 or not text.endswith("```") or len(text) < start + len(FENCE) + 3:
+            # a turn may also end with a fence of another kind
+            if start < 0 or "\n```" in text[start + len(FENCE) : -3]:
+                return None
+        program_start = start + len(FENCE)
+        if not text.endswith("```") or len(text) < program_start + 3:
             return None
-        return Call("python", {"code": text[start + len(FENCE) : -3].strip("\n")})
+        return Call("python", {"code": text[program_start:-3].strip("\n")})
 
     def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
         text, *pictures = parts
@@ -174,8 +222,7 @@ class Code(Protocol):
 
     @staticmethod
     def content(text: str, pictures: Sequence, shown: int) -> list:
-        """The parts of the message: what was printed, and the figures, numbered on from those that
-        were shown."""
+        """The parts of a reply: the printed text, and the figures, numbered from `shown` on."""
         if not pictures:
             return [f"{BEGIN}\nText Result:\n{text}{END}"]
         parts = [f"{BEGIN}Text Result:\n{text}\nImage Result:\n"]
@@ -185,18 +232,17 @@ class Code(Protocol):
 
 
 def error_text(why: str, role: str) -> str:
-    return trim(f"\nExecution error:\n{why}\n" if role == "user" else f"Error: {why}")
-
-
-# name -> what `parse_response` takes as the field tool_calls
-FORMATS: dict[str, dict] = json.loads(Path(__file__).with_name("call_formats.json").read_text())
-
-
-LAST = r"\s*+(<\|\w+\|>|</s>)?\s*\Z"  # what may follow a call at the end of a turn
+    """The text of a reply that is an error; user messages belong to the protocol `Code`."""
+    if role == "user":
+        return trim(f"\nExecution error:\n{why}\n")
+    return trim(f"Error: {why}")
 
 
 class Native(Protocol):
-    """Tools, calls and replies in the chat template's own way, which is one of `FORMATS`."""
+    """Tools, calls and replies in the chat template's own way.
+
+    calls: one of `CALL_FORMATS`, or the tokenizer's own.
+    """
 
     def __init__(self, tokenizer, schemas: Iterable[dict], calls: dict):
         super().__init__(tokenizer)
@@ -205,60 +251,76 @@ class Native(Protocol):
         self.template = {"start_anchor": "\0", "fields": {"tool_calls": calls, "content": {}}}
 
     def find_call(self, text: str) -> Call | None:
-        """The last call in a turn; None if there is none. A malformed one has an `error`."""
+        """The last call of a turn that ends with one, else None. A malformed one has an `error`."""
         try:
-            said = self.tokenizer.parse_response(text, self.template, prefix="", tools=self.schemas)
-            if not said.get("tool_calls") or not re.search(
-                (CLOSE if CLOSE in text else r"[\]}]") + LAST, text
-            ):
+            message = self.tokenizer.parse_response(
+                text, self.template, prefix="", tools=self.schemas
+            )
+            tool_calls = message.get("tool_calls")
+            end_of_call = CLOSE if CLOSE in text else r"[\]}]"
+            if not tool_calls or not re.search(end_of_call + AFTER_CALL, text):
                 return None
-            call = from_json(json.dumps(said["tool_calls"][-1]["function"]), allow_inf_nan=False)
+            call = from_json(json.dumps(tool_calls[-1]["function"]), allow_inf_nan=False)
             if not isinstance(call["arguments"], dict) or not isinstance(call["name"], str):
                 raise ValueError("expected the name of a function, and its arguments")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            return Call(error=f"Not a valid tool call: {str(error).partition(chr(10))[0]}")
+            first_line = str(error).partition("\n")[0]
+            return Call(error=f"Not a valid tool call: {first_line}")
         return Call(call["name"], call["arguments"])
 
 
 def protocol_of(tokenizer, schemas: Iterable[dict] = ()) -> Protocol:
-    """How a model with this chat template calls tools. ValueError if that is not known."""
+    """The protocol of a model with this chat template. ValueError if its calls are not known."""
     calls = native_calls(tokenizer, str(tokenizer.chat_template))
     return Native(tokenizer, schemas, calls) if calls else Hermes(tokenizer)
 
 
 @cache
 def native_calls(tokenizer, chat_template: str) -> dict | None:
-    """Of `FORMATS` the one in which the template writes a call; None for Hermes' or none.
-    ValueError for others."""
+    """The format in which the chat template writes calls, of `CALL_FORMATS` or the tokenizer's.
+
+    None if the template writes them as Hermes, or writes none. ValueError for an unknown format.
+    """
     call = Call("f", {"x": "y"})
-    function = {"name": call.name, "arguments": call.arguments}
-    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "-"}}}
     schema = {
         "type": "function",
-        "function": {"name": call.name, "description": "-", "parameters": parameters},
+        "function": {
+            "name": call.name,
+            "description": "-",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "string", "description": "-"}},
+            },
+        },
     }
-    template = partial(tokenizer.apply_chat_template, tools=[schema], tokenize=False)
-    asked = [{"role": "user", "content": "-"}]
-    calls = {
+    question = [{"role": "user", "content": "-"}]
+    function = {"name": call.name, "arguments": call.arguments}
+    reply = {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"id": CALL_ID, "function": function}],
     }
+    template = partial(tokenizer.apply_chat_template, tools=[schema], tokenize=False)
     try:
-        template(asked, tools=None)  # as with Hermes, whose tools stand in the system message
-        before = template(asked, add_generation_prompt=True)
-        said = template([*asked, calls]).removeprefix(before)
+        template(question, tools=None)  # as with Hermes, whose tools are in the system message
+        before = template(question, add_generation_prompt=True)
+        rendered = template([*question, reply]).removeprefix(before)
     except (TemplateError, TypeError):
-        said = ""
-    if (
-        "tool_calls" not in chat_template
-        or Hermes.find_call(said.rpartition(tokenizer.eos_token)[0]) == call
-    ):
+        rendered = ""
+    if "tool_calls" not in chat_template:
         return None
-    own = (getattr(tokenizer, "response_template", None) or {}).get("fields", {}).get("tool_calls")
-    for known in filter(None, [own, *FORMATS.values()]):
-        if Native(tokenizer, [], known).find_call(said) == call:
-            return known
+    turn = rendered.rpartition(tokenizer.eos_token)[0]
+    if Hermes.find_call(turn) == call:
+        return None
+    call_formats = list(CALL_FORMATS.values())
+    response_template = getattr(tokenizer, "response_template", None) or {}
+    tokenizer_format = response_template.get("fields", {}).get("tool_calls")
+    if tokenizer_format:
+        call_formats.insert(0, tokenizer_format)
+    for call_format in call_formats:
+        if Native(tokenizer, [], call_format).find_call(rendered) == call:
+            return call_format
+    known_formats = ", ".join(CALL_FORMATS)
     raise ValueError(
-        f"tools: the chat template calls them in another way than Hermes, {', '.join(FORMATS)}"
+        f"tools: the chat template calls them in another way than Hermes, {known_formats}"
     )

@@ -1,11 +1,13 @@
-"""From a row's `prompt` to the text that a model reads: chat template, ends of turns, placeholders,
-the tools."""
+"""From a row's `prompt` to the text that a model reads: chat template, tools, placeholders.
+
+Also: the tokens that end a turn and a response, and what verl's columns ask for in a row.
+"""
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,119 +24,141 @@ from common.types import Prompt, Tool, is_continued
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")
 # roles whose words are not those of the data set's author
 NOT_OURS = ("user", "tool", "observation")
-# in front of the tools, where neither row nor template has one
+# in front of the tools, if neither the row nor the template has a system message
 DEFAULT_SYSTEM = "You are a helpful assistant."
+MARK = "\u2603"  # a text that no chat template has: it shows where a message's content goes
 
 
 def bare_text(prompt: Prompt) -> str:
-    """What the prompt says, without any template."""
-    return (
-        prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-    )
+    """The contents of a prompt, without any template."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(message["content"] for message in prompt)
 
 
 def clean_prompt(prompt: Prompt) -> Prompt:
-    """Messages as a chat template wants them; the text itself where a single message holds a
-    rendered template."""
+    """Messages as a chat template wants them; the text of a single message that is rendered."""
     if isinstance(prompt, str):
         return prompt
-    if (
-        len(prompt) == 1
-        and prompt[0]["role"] == "user"
-        and any(m in prompt[0]["content"] for m in RENDERED_MARKS)
-    ):
-        return prompt[0]["content"]
+    if len(prompt) == 1 and prompt[0]["role"] == "user":
+        content = prompt[0]["content"]
+        if any(mark in content for mark in RENDERED_MARKS):
+            return content
     # Arrow fills the keys that only other rows have with nulls, and templates ask `is defined`.
     return [with_arguments(message) for message in without_nulls(prompt)]
 
 
 def with_arguments(message: dict) -> dict:
-    """The message, in whose tool_calls arguments that are a JSON text, OpenAI's way, have become
-    objects."""
-    for function in (
-        call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict)
-    ):
-        if isinstance(function, dict) and isinstance(given := function.get("arguments"), str):
-            function["arguments"] = parsed(given, "arguments of tool_calls")
+    """The message itself, in which arguments of tool_calls are objects.
+
+    OpenAI writes them as JSON text.
+    """
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = parsed(function["arguments"], "arguments of tool_calls")
     return message
 
 
-def parsed(text: str, what: str) -> Any:
+def parsed(text: str, column: str) -> Any:
+    """A column's JSON. BadRow if it is none."""
     try:
         return json.loads(text)
     except ValueError as error:
-        raise BadRow(f"{what}: {text!r:.80} is no JSON ({error})") from error
+        raise BadRow(f"{column}: {text!r:.80} is no JSON ({error})") from error
 
 
 def without_nulls(value):
-    """Dicts, however deep, without the keys whose value is None."""
+    """A value of JSON in which dicts, however deep, lack the keys whose value is None."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def as_text(messages: list[dict], spaced: Callable[[str], str]) -> list[dict]:
-    """Messages in which a control token that a user or a tool spells is text, as `spacing` makes
-    it."""
+    """Messages in which control tokens that a user or a tool spells are text.
 
-    def clean(content: str | list[dict]) -> str | list[dict]:
-        if isinstance(content, str):
-            return spaced(content)
-        return [
-            part | {"text": spaced(part["text"])} if "text" in part else part for part in content
-        ]
+    spaced: what `spacing` returns.
+    """
+    cleaned = []
+    for message in messages:
+        if message["role"] in NOT_OURS:
+            message = message | {"content": spaced_content(message["content"], spaced)}
+        cleaned.append(message)
+    return cleaned
 
-    return [m | {"content": clean(m["content"])} if m["role"] in NOT_OURS else m for m in messages]
+
+def spaced_content(content: str | list[dict], spaced: Callable[[str], str]) -> str | list[dict]:
+    if isinstance(content, str):
+        return spaced(content)
+    parts = []
+    for part in content:
+        if "text" in part:
+            part = part | {"text": spaced(part["text"])}
+        parts.append(part)
+    return parts
 
 
 def to_messages(
     prompt: Prompt, tokenizer, tools: Mapping[str, Tool] | None = None, pictures: bool = False
 ) -> Prompt:
-    """What the chat template is given for a cleaned prompt; a text stays one. ValueError if there
-    is no template. tools: those on offer. pictures: <image> and <video> stand for one each."""
+    """A cleaned prompt as the chat template takes it; a text stays one.
+
+    tools: those on offer. pictures: whether <image> and <video> each stand for a picture.
+    ValueError if the tokenizer has no chat template.
+    """
     if isinstance(prompt, str):
         return prompt
     if not tokenizer.chat_template:
-        told = (
-            "prompts are lists of messages, but the tokenizer of "
-            f"{tokenizer.name_or_path!r} has no chat template"
-        )
         raise ValueError(
-            f"{told}: take an instruct model, or data whose `prompt` is an already rendered string"
+            f"prompts are lists of messages, but the tokenizer of {tokenizer.name_or_path!r} has "
+            "no chat template: take an instruct model, or data whose `prompt` is an already "
+            "rendered string"
         )
     schemas = []
     for tool in (tools or {}).values():
         if tool.schema and not tool.is_taught(bare_text(prompt)):
             schemas.append(tool.schema)
-    native = native_calls(tokenizer, str(tokenizer.chat_template)) if schemas else None
-    messages = with_tools(prompt, schemas, native, default_system(tokenizer)) if schemas else prompt
+    messages = prompt
+    if schemas:
+        native = native_calls(tokenizer, str(tokenizer.chat_template))
+        messages = with_tools(prompt, schemas, native, default_system(tokenizer))
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
     return messages
 
 
 def apply_template(prompts: list[Prompt], tokenizer) -> list[str]:
-    """The text of each; together they take half the time that they would take one by one. What the
-    template itself is to offer stands in a chat's first message, as "tools"."""
+    """The text of each prompt. Rendering them together takes half the time of one by one.
+
+    Tools that the template itself offers are in a chat's first message, as "tools".
+    """
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    template = partial(tokenizer.apply_chat_template, tokenize=False)
+    rendered: list[str] = []
     if any("tools" in chat[0] or is_continued(chat) for chat in chats):
-        rendered = []
         for chat in chats:
-            continued = is_continued(chat)
-            options = {"add_generation_prompt": not continued, "continue_final_message": continued}
-            rendered.append(template(chat, tools=chat[0].get("tools"), **options))
-    else:
-        rendered = template(chats, add_generation_prompt=True) if chats else []
+            text = tokenizer.apply_chat_template(
+                chat,
+                tools=chat[0].get("tools"),
+                add_generation_prompt=not is_continued(chat),
+                continue_final_message=is_continued(chat),
+                tokenize=False,
+            )
+            rendered.append(text)
+    elif chats:
+        rendered = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     texts = iter(rendered)
     return [prompt if isinstance(prompt, str) else next(texts) for prompt in prompts]
 
 
 def end_of_text(text: str, flat: str, start: int = 0) -> int:
-    """Where a message's text ends in a rendering, from `start` on, both without white space, which
-    templates trim;
-    -1 if the template has left it out. It may be quoted, as Llama-3's template has what tools
-    return."""
+    """Where a message's text ends in a rendering; -1 if the template has left it out.
+
+    flat: the rendering without white space, which templates trim. start: where to begin in it.
+    The text may be quoted, as Llama-3's template quotes the replies of tools.
+    """
     ends = []
     for form in (text, json.dumps(text, ensure_ascii=False)):
         form = without_spaces(form)
@@ -149,16 +173,17 @@ def without_spaces(text: str) -> str:
 
 
 def encode(tokenizer, text: str) -> list[int]:
-    """The ids of a text that has its special tokens in it. BadRow if the tokenizer breaks down at
-    it."""
+    """The ids of a text, special tokens included. BadRow if the tokenizer fails at it."""
     with breakdowns_as_bad_rows():
         return tokenizer.encode(text, add_special_tokens=False)
 
 
 def beginning_ids(tokenizer, prompt: Prompt) -> list[int]:
-    """What the tokenizer itself would put in front of a prompt that is a text, as those of Llama-3,
-    Gemma and Mistral a token; nothing if the text begins with it. In front of messages it is the
-    chat template's to put."""
+    """Ids to put in front of a prompt that is a text, as the tokenizer itself does.
+
+    Those of Llama-3, Gemma and Mistral put one token there. None are needed if the text begins with
+    them, nor for messages, whose chat template puts them there.
+    """
     if not isinstance(prompt, str):
         return []
     beginning = _beginning_ids(tokenizer)
@@ -178,7 +203,7 @@ def _beginning_ids(tokenizer) -> list[int]:
 
 @contextmanager
 def breakdowns_as_bad_rows() -> Iterator[None]:
-    """The package tokenizers panics at millions of blanks in a row, with what is no `Exception`."""
+    """The package tokenizers panics at millions of blanks in a row, not with an `Exception`."""
     try:
         yield
     except BaseException as error:
@@ -188,101 +213,124 @@ def breakdowns_as_bad_rows() -> Iterator[None]:
 
 
 def default_system(tokenizer) -> str:
-    """What the chat template itself says where a chat has no system message, as Qwen2.5's; else
-    DEFAULT_SYSTEM."""
+    """The system text that the chat template adds to a chat without one; else DEFAULT_SYSTEM.
+
+    Qwen2.5's template has such a text.
+    """
     return _default_system(tokenizer, str(tokenizer.chat_template))
 
 
 @cache
 def _default_system(tokenizer, chat_template: str) -> str:
-    mark, asked = "\u2603", {"role": "user", "content": "-"}
+    question = {"role": "user", "content": "-"}
+    system = {"role": "system", "content": MARK}
     try:
-        alone = tokenizer.apply_chat_template([asked], tokenize=False)
-        whole = tokenizer.apply_chat_template(
-            [{"role": "system", "content": mark}, asked], tokenize=False
-        )
+        without_system = tokenizer.apply_chat_template([question], tokenize=False)
+        with_system = tokenizer.apply_chat_template([system, question], tokenize=False)
     except (TemplateError, TypeError, ValueError):  # a template without such a role
         return DEFAULT_SYSTEM
-    before, _, after = whole.partition(mark)
-    has_one = (
-        alone.startswith(before) and alone.endswith(after) and len(alone) > len(before) + len(after)
-    )
-    return alone[len(before) : len(alone) - len(after)] if has_one else DEFAULT_SYSTEM
+    before, _, after = with_system.partition(MARK)
+    text_length = len(without_system) - len(before) - len(after)
+    if without_system.startswith(before) and without_system.endswith(after) and text_length > 0:
+        return without_system[len(before) : len(before) + text_length]
+    return DEFAULT_SYSTEM
 
 
 def with_tools(
     messages: list[dict], schemas: list[dict], native: object, default: str = DEFAULT_SYSTEM
 ) -> list[dict]:
-    """Messages that offer tools: what is native to the template in the first, Hermes' block in the
-    system message, unless that has one. default: the text of a system message where there is
-    none."""
+    """Messages that offer tools.
+
+    If the template offers them itself (`native`), their schemas go into the first message. Else
+    Hermes' block is added to the system message, unless that has one. default: the text of a system
+    message if there is none.
+    """
     if native:
         return [messages[0] | {"tools": schemas}, *messages[1:]]
-    system, rest = {"role": "system", "content": default}, messages
     if messages[0]["role"] == "system":
-        system, rest = messages[0], messages[1:]
-    block = "" if "<tools>" in system["content"] else Hermes.system_block(schemas)
-    return [system | {"content": system["content"] + block}, *rest]
+        system = messages[0]
+        others = messages[1:]
+    else:
+        system = {"role": "system", "content": default}
+        others = messages
+    content = system["content"]
+    if "<tools>" not in content:
+        content += Hermes.system_block(schemas)
+    return [system | {"content": content}, *others]
 
 
 def split_marks(content: str) -> list[dict]:
     """Typed parts of a text with <image> and <video>."""
-    parts = [part for part in re.split("(<image>|<video>)", content) if part]
-    return [
-        {"type": MARKS[part]} if part in MARKS else {"type": "text", "text": part} for part in parts
-    ]
+    parts = []
+    for part in re.split("(<image>|<video>)", content):
+        if part in MARKS:
+            parts.append({"type": MARKS[part]})
+        elif part:
+            parts.append({"type": "text", "text": part})
+    return parts
 
 
 def unheeded(record: Mapping, tools: Mapping[str, Tool], answered: str) -> str:
-    """What verl's columns ask for in a row and does not happen with these flags; "" if there is
-    nothing."""
-    agent = record.get("agent_name") or ""
+    """What verl's columns ask for in a row and these flags do not provide; "" if nothing.
+
+    answered: as in `answer_kwargs`.
+    """
     if interaction_kwargs(record) and answered == "none":
         return "extra_info.interaction_kwargs: no function is given as --environment"
+    agent = record.get("agent_name") or ""
+    if tools or agent not in ("", "tool_agent"):
+        return ""
     unanswered = agent == "tool_agent" and answer_kwargs(record, answered) is None
-    if (
-        agent in ("", "tool_agent")
-        and (unanswered or without_nulls(tools_kwargs(record)))
-        and not tools
-    ):
+    if unanswered or without_nulls(tools_kwargs(record)):
         return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
     return ""
 
 
 def tools_kwargs(record: Mapping) -> dict:
-    """What a row gives to tools, by their names: `extra_info.tools_kwargs`, or PyVision's picture
-    or video."""
-    given, hint = (record.get("extra_info") or {}).get("tools_kwargs"), record.get("mm_hint")
-    if not given and isinstance(hint, Mapping) and hint.get("hint_path"):
+    """A row's keyword arguments for tools, by their names.
+
+    They are `extra_info.tools_kwargs`, or else PyVision's picture or video.
+    """
+    kwargs = (record.get("extra_info") or {}).get("tools_kwargs")
+    if kwargs:
+        return kwargs
+    hint = record.get("mm_hint")
+    if isinstance(hint, Mapping) and hint.get("hint_path"):
         return for_interpreter(hint, bare_text(record["prompt"]))
-    return given or {}
+    return {}
 
 
 def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
-    """{name: keyword arguments of the row's own} of the tools that a row offers, as verl's columns
-    say: none with the `agent_name` "single_turn_agent", those named in `extra_info.tools_kwargs`,
-    or else all."""
+    """The tools that a row offers, with the row's own keyword arguments: {name: kwargs}.
+
+    These are verl's columns: the `agent_name` "single_turn_agent" offers none, else those named in
+    `extra_info.tools_kwargs` are on offer, else all. BadRow for a name that is not in `tools`.
+    """
     if record.get("agent_name") == "single_turn_agent":
         return {}
-    # Arrow's nulls
-    named = {name: options for name, options in tools_kwargs(record).items() if options is not None}
-    if unknown := sorted(named.keys() - tools.keys()):
+    named = {}
+    for name, options in tools_kwargs(record).items():
+        if options is not None:  # Arrow fills in nulls
+            named[name] = options
+    unknown = sorted(named.keys() - tools.keys())
+    if unknown:
         raise BadRow(
             f"extra_info.tools_kwargs names {', '.join(unknown)}, which --tools does not offer"
         )
-    kinds = ("create_kwargs", "execute_kwargs")
-    given = {
-        name: [named[name].get(kind) or {} for kind in kinds] if name in named else []
-        for name in named or tools
-    }
-    return {
-        name: {k: v for part in parts for k, v in part.items() if v is not None}
-        for name, parts in given.items()
-    }
+    if not named:
+        return {name: {} for name in tools}
+    kwargs_of_tool: dict[str, dict] = {}
+    for name, options in named.items():
+        kwargs_of_tool[name] = {}
+        for kind in ("create_kwargs", "execute_kwargs"):
+            for key, value in (options.get(kind) or {}).items():
+                if value is not None:
+                    kwargs_of_tool[name][key] = value
+    return kwargs_of_tool
 
 
 def interaction_kwargs(record: Mapping) -> dict:
-    """What a row gives to a function that answers."""
+    """A row's keyword arguments for a function that answers."""
     info = record.get("extra_info")
     if not isinstance(info, Mapping):
         return {}
@@ -290,71 +338,84 @@ def interaction_kwargs(record: Mapping) -> dict:
 
 
 def answer_kwargs(record: Mapping, answered: str) -> dict | None:
-    """What a row gives to the function that answers it, if one does; answered: which rows are,
-    "own" (that give any), "all" or "none"."""
-    given = interaction_kwargs(record)
-    wanted = answered == "all" or (answered == "own" and bool(given))
-    return given if wanted and record.get("agent_name") != "single_turn_agent" else None
+    """A row's keyword arguments for the function that answers it; None if none does.
+
+    answered: which rows are answered: "all", "own" (those with arguments for it) or "none".
+    """
+    if record.get("agent_name") == "single_turn_agent":
+        return None
+    kwargs = interaction_kwargs(record)
+    if answered == "all" or (answered == "own" and kwargs):
+        return kwargs
+    return None
 
 
 def end_token_ids(path: str, tokenizer: "transformers.PreTrainedTokenizerBase") -> list[int]:
-    """Ids that end a response: the tokenizer's end token, those of generation_config.json, else of
-    config.json."""
+    """Ids that end a response: the tokenizer's end token, and those of the model's folder.
+
+    The folder's are in generation_config.json; without that file in config.json.
+    """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    files = [Path(path) / "generation_config.json", Path(path) / "config.json"]
-    if file := next((file for file in files if file.is_file()), None):
-        listed = json.loads(file.read_text()).get("eos_token_id") or []
-        ids += listed if isinstance(listed, list) else [listed]
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        if file.is_file():
+            listed = json.loads(file.read_text()).get("eos_token_id") or []
+            ids += listed if isinstance(listed, list) else [listed]
+            break
     return sorted(set(ids))
 
 
 def after_last_turn(tokenizer) -> str:
-    """What the chat template puts behind the assistant's last turn: Phi's ends a whole chat with a
-    second token."""
+    """The text that the chat template puts after the assistant's last turn.
+
+    Phi's template ends a whole chat with a second token.
+    """
     return _after_last_turn(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token)
 
 
 @cache
 def _after_last_turn(tokenizer, chat_template: str, eos_token: str | None) -> str:
-    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": "\u2603"}]
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
     try:
-        _, said, tail = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("\u2603")
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, TypeError, ValueError):
-        # it wants other messages: what it is given will be told of
-        return ""
-    return tail if said else ""
+        return ""  # it wants other messages: the rows will show what is wrong
+    before, _, after = text.rpartition(MARK)
+    return after if before else ""
 
 
 def end_of_turn(tokenizer) -> str:
-    """The token that the chat template puts after an assistant turn, if it is a special one; else
-    the end token.
+    """The token that the chat template puts after an assistant turn, if it is a special one.
 
-    They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with
-    <|im_end|>. A policy that was trained to say one and is stopped at the other never stops.
+    Else the end token. They differ in base models: Qwen2.5's end token is <|endoftext|>, its
+    template ends turns with <|im_end|>. A policy trained to end its turns with one token and
+    stopped at the other never stops.
     """
     tail = after_last_turn(tokenizer).lstrip()
-    tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-    return next((token for token in tokens if tail.startswith(token)), tokenizer.eos_token)
+    for token in sorted(tokenizer.get_added_vocab(), key=len, reverse=True):
+        if tail.startswith(token):
+            return token
+    return tokenizer.eos_token
 
 
 def end_turns_properly(tokenizer, processor) -> None:
-    """Make the token that ends the template's turns the end token. ValueError without a chat
-    template. processor: of a vision-language model, or None; its template holds, and it gets the
-    tokenizer."""
+    """Make the token that ends the template's turns the end token.
+
+    processor: of a vision-language model, or None; its template is used, and it gets the tokenizer.
+    ValueError without a chat template.
+    """
     if processor:
         tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
-        processor.tokenizer = tokenizer  # which the export saves
+        processor.tokenizer = tokenizer  # the export saves the processor
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template: take an "
             "instruct model"
         )
-    if end_of_turn(tokenizer) != tokenizer.eos_token:
-        say(
-            f"turns end with {end_of_turn(tokenizer)}, not {tokenizer.eos_token}: it becomes "
-            "the end token"
-        )
-        tokenizer.eos_token = end_of_turn(tokenizer)
+    end_token = end_of_turn(tokenizer)
+    if end_token != tokenizer.eos_token:
+        say(f"turns end with {end_token}, not {tokenizer.eos_token}: it becomes the end token")
+        tokenizer.eos_token = end_token
     if (tokenizer.eos_token or "") not in after_last_turn(tokenizer):
         say(
             f"warning: the chat template puts no {tokenizer.eos_token} behind a turn: none is "

@@ -1,10 +1,12 @@
-"""A look at all rows of a data set before the first step: lengths without tokenising everything,
-once per machine."""
+"""The scan of all rows of a data set before the first step, once per machine.
+
+It finds rows that cannot be used, and prompts that are too long without tokenising everything.
+"""
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.data.media import MARKS
@@ -12,47 +14,47 @@ from common.data.render import breakdowns_as_bad_rows, encode
 from common.distributed import World, gather_objects
 from common.pictures import BadRow
 
-MAX_WORDS = 500_000  # whose numbers of tokens are remembered
-UNCOUNTED = 10**12  # tokens of a text that the tokenizer breaks down at
+MAX_WORDS = 500_000  # words whose numbers of tokens are remembered
+UNCOUNTED = 10**12  # "tokens" of a text that makes the tokenizer fail
 
 
 @dataclass
-class Found:
-    """What a look at every row has found: row index -> reason, of those that cannot be used."""
+class ScanReport:
+    """What a scan of all rows found. Rows are named by their index."""
 
-    # machines may word a reason differently
-    bad: dict[int, str] = field(default_factory=dict, compare=False)
-    too_long: dict[int, str] = field(default_factory=dict)
-    # indices of the others, and of those that are too long
-    kept: list[int] = field(default_factory=list)
-    # about the tokens of each of them, to balance ranks by
+    # row -> why it cannot be used; machines may word a reason differently
+    bad_rows: dict[int, str] = field(default_factory=dict, compare=False)
+    too_long: dict[int, str] = field(default_factory=dict)  # row -> "123 tokens"
+    kept: list[int] = field(default_factory=list)  # all but the bad rows: too long ones too
+    # row -> about its number of tokens, to balance ranks
     costs: dict[int, float] = field(default_factory=dict)
-    # every data_source of a usable row that is to be scored
+    # the data_source of every usable row that is scored
     sources: set[str] = field(default_factory=set)
-    told: Counter[str] = field(default_factory=Counter)  # what is worth knowing of rows
-    # of a function that is given as --environment: has no row arguments for it?
+    notes: Counter[str] = field(default_factory=Counter)  # note for the user -> number of rows
+    # is every row answered by --environment, because none has arguments of its own for it?
     all_answered: bool = False
-    unheeded: Counter[str] = field(default_factory=Counter)  # what rows ask for in vain
-    templated: int = 0  # prompts that the chat template renders
+    # what rows ask for without effect -> number of rows
+    ignored_requests: Counter[str] = field(default_factory=Counter)
+    num_templated: int = 0  # prompts that the chat template renders
     fingerprint: str = ""  # of all rows
 
-    def look_at(self, text: str, pictures: list, spelled: bool, tokenizer) -> None:
-        """Whether a row is read in another way than it may have been meant. spelled: had it a
-        control token?"""
+    def note_misreadings(self, text: str, pictures: list, spelled: bool, tokenizer) -> None:
+        """Note that a row is read differently from what its author may have meant.
+
+        spelled: whether a message of the row spells a control token.
+        """
         if not pictures and any(mark in text for mark in MARKS):
-            self.told[
-                "have <image> or <video>, and no column images, image or videos: read as text"
-            ] += 1
+            note = "have <image> or <video>, and no column images, image or videos: read as text"
+            self.notes[note] += 1
         if spelled:
             end = tokenizer.eos_token or "<|end|>"
-            self.told[
-                f"spell control tokens in a message: read as text ({end} as {end[0]} {end[1:]})"
-            ] += 1
+            spaced_end = f"{end[0]} {end[1:]}"
+            note = f"spell control tokens in a message: read as text ({end} as {spaced_end})"
+            self.notes[note] += 1
 
 
 class Fingerprint:
-    """Of rows in their order, and of all that they hold: of the same number and size others have
-    another one."""
+    """A hash of rows: of their order and of all that they hold."""
 
     def __init__(self):
         self.sum = hashlib.blake2b(digest_size=8)
@@ -66,18 +68,17 @@ class Fingerprint:
 
 
 def _as_text(value: object) -> str:
-    """What JSON does not know: a picture by its own fingerprint; dates, decimals, ... as they
-    print."""
-    return (
-        hashlib.blake2b(value, digest_size=8).hexdigest()
-        if isinstance(value, bytes)
-        else str(value)
-    )
+    """A value that JSON does not know: a picture as its hash; dates, decimals, ... as printed."""
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value, digest_size=8).hexdigest()
+    return str(value)
 
 
 class KnownTokens:
-    """Which tokens of a tokenizer the model has no embedding of: some were added, and its
-    embeddings not resized."""
+    """Finds tokens that the model has no embedding for.
+
+    A tokenizer has such tokens if some were added and the model's embeddings were not resized.
+    """
 
     def __init__(self, tokenizer, num_embeddings: int | None):
         self.tokenizer = tokenizer
@@ -90,99 +91,123 @@ class KnownTokens:
         self.all_added = self.unknown.keys() <= set(tokenizer.get_added_vocab().values())
 
     def check(self, text: str) -> None:
-        """BadRow for a text with such a token. Tokenises nothing where a search for those that were
-        added will do."""
-        if not self.unknown or (
-            self.all_added and not any(token in text for token in self.unknown.values())
-        ):
+        """BadRow for a text that has an unknown token."""
+        if not self.unknown:
+            return
+        # added tokens are found by a search, without tokenising
+        if self.all_added and not any(token in text for token in self.unknown.values()):
             return
         for i in encode(self.tokenizer, text):
             if i in self.unknown:
-                size = (
-                    f"the model has embeddings of {self.num_embeddings}, and its tokenizer "
-                    "more tokens"
+                raise BadRow(
+                    f"has the token {self.unknown[i]!r} of number {i}: the model has embeddings "
+                    f"of {self.num_embeddings}, and its tokenizer more tokens"
                 )
-                raise BadRow(f"has the token {self.unknown[i]!r} of number {i}: {size}")
 
 
 class Lengths:
-    """Numbers of tokens. A word is tokenised once: rows of a data set share most of theirs, or
-    their template.
+    """Numbers of tokens. Each word is tokenised once: the rows of a data set share most of theirs.
 
-    Tokenizers cut at spaces before they merge, so that the sum over words is the number of tokens.
-    Where that is not quite so it is near: a text near the limit is tokenised as a whole.
+    Tokenizers cut at spaces before they merge, so the sum over words is the number of tokens, or
+    close to it. Only a text near the limit is tokenised as a whole.
     """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.words: dict[str, int] = {}
+        self.words: dict[str, int] = {}  # word -> its number of tokens
 
     def above(self, texts: dict[int, tuple[str, int]], limit: int) -> dict[int, str]:
-        """Row index -> "123 tokens" of the texts with more than `limit`. texts: row index -> text,
-        further tokens."""
+        """Row -> "123 tokens" of the texts that have more than `limit`.
+
+        texts: row -> (text, number of tokens to add to those of the text).
+        """
+        estimates = self._estimate(texts)
+        near = [i for i, length in estimates.items() if length + length // 16 + 8 > limit]
+        num_tokens = self._count([texts[i][0] for i in near])
+        too_long: dict[int, str] = {}
+        uncounted: dict[int, str] = {}
+        for i, length in zip(near, num_tokens):
+            length += texts[i][1]
+            if length >= UNCOUNTED:
+                uncounted[i] = "the tokenizer breaks down at its text"
+            elif length > limit:
+                too_long[i] = f"{length} tokens"
+        return too_long | uncounted
+
+    def _estimate(self, texts: dict[int, tuple[str, int]]) -> dict[int, int]:
+        """Row -> about its number of tokens. What all texts share is counted once."""
         start, end = shared_ends([text for text, _ in texts.values()])
-        words = {
-            index: text[len(start) : len(text) - len(end)].split(" ")
-            for index, (text, _) in texts.items()
-        }
-        ends = [*start.split(" "), *end.split(" ")]
+        shared_words = start.split(" ") + end.split(" ")
+        words: dict[int, list[str]] = {}
+        for i, (text, _) in texts.items():
+            middle = text[len(start) : len(text) - len(end)]
+            words[i] = middle.split(" ")
+        self._learn(set(shared_words).union(*words.values()))
+        num_shared = self._sum(shared_words)
+        estimates: dict[int, int] = {}
+        for i, (_, extra_tokens) in texts.items():
+            estimates[i] = num_shared + self._sum(words[i]) + extra_tokens
+        return estimates
+
+    def _learn(self, words: set[str]) -> None:
+        """Count the tokens of words that are new."""
         if len(self.words) > MAX_WORDS:
             self.words.clear()
-        new = sorted(set(ends).union(*words.values()) - self.words.keys())
-        self.words |= zip(new, self._count([" " + word for word in new]))
-        shared = sum(map(self.words.get, ends))
-        about = {
-            index: shared + sum(map(self.words.get, words[index])) + more
-            for index, (_, more) in texts.items()
-        }
-        near = [index for index, count in about.items() if count + count // 16 + 8 > limit]
-        exact = zip(near, self._count([texts[index][0] for index in near]))
-        lengths = {index: count + texts[index][1] for index, count in exact}
-        too_long = {
-            index: f"{count} tokens"
-            for index, count in lengths.items()
-            if limit < count < UNCOUNTED
-        }
-        broken = [index for index, count in lengths.items() if count >= UNCOUNTED]
-        return too_long | dict.fromkeys(broken, "the tokenizer breaks down at its text")
+        new_words = sorted(words - self.words.keys())
+        num_tokens = self._count([" " + word for word in new_words])
+        self.words.update(zip(new_words, num_tokens))
+
+    def _sum(self, words: list[str]) -> int:
+        return sum(map(self.words.__getitem__, words))
 
     def _count(self, texts: list[str]) -> list[int]:
+        """Tokens of each text; UNCOUNTED for one that makes the tokenizer fail."""
         if not texts:
             return []
         try:
             with breakdowns_as_bad_rows():
-                return [
-                    len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-                ]
+                ids_of_texts = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         except BadRow:
             if len(texts) == 1:
                 return [UNCOUNTED]
-            return [count for text in texts for count in self._count([text])]
+            return [self._count([text])[0] for text in texts]
+        return [len(ids) for ids in ids_of_texts]
 
 
 def shared_ends(texts: list[str]) -> tuple[str, str]:
-    """What all texts begin with, up to a space, and what all end with, from a space on."""
+    """The start that all texts share, up to a space, and their shared end, from a space on."""
     start = common_start(texts)
     start = start[: start.rfind(" ") + 1]
     end = common_start([text[len(start) :][::-1] for text in texts])[::-1]
-    return start, end[end.find(" ") :] if " " in end else ""
+    if " " not in end:
+        return start, ""
+    return start, end[end.find(" ") :]
 
 
 def common_start(texts: list[str]) -> str:
-    first, last = min(texts, default=""), max(texts, default="")
-    return first[
-        : next(
-            (i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last))
-        )
-    ]
+    if not texts:
+        return ""
+    first = min(texts)
+    last = max(texts)  # in alphabetical order, all others begin with what these two share
+    return first[: num_shared(first, last)]
+
+
+def num_shared(first: Sequence, second: Sequence) -> int:
+    """The number of items that both sequences begin with."""
+    for i, (a, b) in enumerate(zip(first, second)):
+        if a != b:
+            return i
+    return min(len(first), len(second))
 
 
 def once_per_machine(
     world: World | None, compute: Callable[[], object], alike: bool = True
 ) -> object:
-    """compute() of the first rank of a machine, on all of its ranks; of this one alone without a
-    `world`. A ValueError of it is raised on all of them, and another one if machines that are to be
-    `alike` differ in it."""
+    """compute() on the first rank of each machine; its result is returned on all ranks there.
+
+    Without a `world` every process computes for itself. A ValueError is raised on all ranks of the
+    machine. With `alike` a ValueError is raised if machines have different results.
+    """
     if world is None:
         return compute()
     result = None

@@ -1,4 +1,4 @@
-"""Rows in verl's columns: what they must have, and what is wrong with one."""
+"""Rows in verl's columns: which they must have, and what is wrong with a row."""
 
 import ast
 import json
@@ -14,11 +14,10 @@ REQUIRED = ("data_source", "prompt", "reward_model")
 OPTIONAL = ("extra_info", "images", "videos", "image", "mm_hint", "agent_name")
 FORMAT = (
     "data_source (string), prompt (list of {role, content}, or an already rendered string), "
-    "reward_model "
-    "({style, ground_truth}), optionally extra_info, images, videos, agent_name; as "
+    "reward_model ({style, ground_truth}), optionally extra_info, images, videos, agent_name; as "
     "common.prepare.gsm8k writes it"
 )
-AGENTS = ("single_turn_agent", "tool_agent")  # of the column agent_name
+AGENTS = ("single_turn_agent", "tool_agent")  # of the column agent_name; the last is the default
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -30,37 +29,37 @@ def to_verl(
     with_tools: bool,
     needs_truth: bool = True,
 ) -> pa.Table:
-    """The table of a file, in verl's columns or Pixel Reasoner's, in verl's. ValueError if it has
-    neither."""
+    """The table of a file in verl's columns; it may have those of Pixel Reasoner before.
+
+    needs_truth: whether a ground truth is required. ValueError if the table has neither columns.
+    """
     columns = table.column_names
     if columns == [JSON_LINE]:
         columns = next(records(table), REQUIRED)
-    if set(columns) >= visual_qa.COLUMNS and not set(REQUIRED) <= set(columns):
+        if isinstance(columns, str):
+            return table  # a first line that is no JSON object is reported as a bad row
+    if set(columns) >= visual_qa.COLUMNS and not set(columns) >= set(REQUIRED):
         return visual_qa.to_verl(table, path, media_root, with_tools)
-    missing = [
-        name for name in REQUIRED if name not in columns and (needs_truth or name != "reward_model")
-    ]
-    # a first line that is no JSON object is reported as a bad row
-    if missing and not isinstance(columns, str):
-        has = ", ".join(columns)
+    missing = []
+    for name in REQUIRED:
+        if name not in columns and (needs_truth or name != "reward_model"):
+            missing.append(name)
+    if missing:
         raise ValueError(
-            f"{flag}: {path} lacks {', '.join(missing)}; it has the columns {has}. Expected: "
-            f"{FORMAT}."
+            f"{flag}: {path} lacks {', '.join(missing)}; it has the columns {', '.join(columns)}. "
+            f"Expected: {FORMAT}."
         )
     return table
 
 
 def truth_of(record: dict) -> object:
     """The ground truth of a row; None if it has none, or NaN."""
-    return (
-        truth
-        if (truth := (record.get("reward_model") or {}).get("ground_truth")) == truth
-        else None
-    )
+    ground_truth = (record.get("reward_model") or {}).get("ground_truth")
+    return ground_truth if ground_truth == ground_truth else None
 
 
 def is_messages(text: str) -> bool:
-    """Is it a list of messages, or one, that has become a text: as JSON, or as Python prints it?"""
+    """Whether a text is a list of messages, or one message, as JSON or as Python prints it."""
     if not text.lstrip().startswith(("[", "{")) or "role" not in text:
         return False
     for read in (json.loads, ast.literal_eval):
@@ -70,18 +69,22 @@ def is_messages(text: str) -> bool:
             continue
         if isinstance(value, dict):
             value = value.get("messages", [value])
-        are_messages = isinstance(value, list) and bool(value)
-        return are_messages and all(
-            isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value
-        )
+        return is_list_of_messages(value)
     return False
+
+
+def is_list_of_messages(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, dict) and {"role", "content"} <= item.keys() for item in value)
 
 
 def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
     """Why this record cannot be used, in a few words; None if it can."""
     if isinstance(record, str):
         return record
-    prompt, reward_model = record.get("prompt"), record.get("reward_model")
+    prompt = record.get("prompt")
+    reward_model = record.get("reward_model")
     if not isinstance(record.get("data_source"), str):
         return f"data_source is {record.get('data_source')!r}, expected a string"
     if needs_truth and (not isinstance(reward_model, dict) or truth_of(record) is None):
@@ -90,16 +93,22 @@ def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
         return f"reward_model is {reward_model!r:.80}, expected an object"
     if not isinstance(record.get("extra_info"), dict | None):
         return f"extra_info is {record['extra_info']!r:.80}, expected an object"
-    if (agent := record.get("agent_name") or AGENTS[1]) not in AGENTS:
-        own = "a loop of your own becomes an --environment (docs/environments.md)"
-        return f"agent_name {agent!r:.40}: known are {', '.join(AGENTS)}; {own}"
+    agent = record.get("agent_name") or AGENTS[-1]
+    if agent not in AGENTS:
+        hint = "a loop of your own becomes an --environment (docs/environments.md)"
+        return f"agent_name {agent!r:.40}: known are {', '.join(AGENTS)}; {hint}"
     if not isinstance(prompt, list | str):
         return f"prompt is {prompt!r:.80}, expected a list of messages or a string"
-    if isinstance(prompt, str) and is_messages(prompt):
-        return "prompt is the text of a list of messages: write the list itself, json.loads(prompt)"
-    for message in prompt if isinstance(prompt, list) else ():
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            return f"message {message!r:.80} is not {{role, content}} with a string as content"
-        if message.get("role") not in ROLES:
-            return f"unknown role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
+    if isinstance(prompt, str):
+        if is_messages(prompt):
+            return (
+                "prompt is the text of a list of messages: write the list itself, "
+                "json.loads(prompt)"
+            )
+    else:
+        for message in prompt:
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                return f"message {message!r:.80} is not {{role, content}} with a string as content"
+            if message.get("role") not in ROLES:
+                return f"unknown role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
     return None if bare_text(prompt).strip() else "prompt is empty"

@@ -1,12 +1,11 @@
-r"""Rows as Pixel Reasoner publishes them for reinforcement learning and evaluation, in verl's
-format.
+r"""Rows of Pixel Reasoner's data for reinforcement learning and evaluation, in verl's format.
 
     question, answer (list of acceptable ones, \boxed{} or not), qid, image (list of paths),
     is_video (or null)
 
-A row's data_source is visual_qa/BENCHMARK, the benchmark being what stands before the first "-" of
-its qid, else the file's name. The paths of a video are its frames. The question is followed by the
-guideline that the policy was trained with.
+A row's data_source is visual_qa/BENCHMARK: the part of its qid before the first "-", or the name of
+the file if there is no "-". The paths of a video are its frames. The guideline that the policy was
+trained with is appended to the question.
 """
 
 import filecmp
@@ -21,105 +20,135 @@ from common.data.rows import JSON_LINE, records
 from common.data.table_files import stem_of
 
 COLUMNS = {"question", "answer", "qid", "image"}
-# Appended to a question, as in the paper's appendix E.1 (arXiv 2505.15966); that the tool's name is
-# longer is theirs.
+# Appended to a question, as in the paper's appendix E.1 (arXiv 2505.15966). The paper's name for
+# the image tool is longer.
 WITH_TOOLS = (
-    "\n\n\n\nGuidelines: Understand the given visual information and the user query. "
-    "Determine if it is beneficial to "
-    "employ the given visual operations (tools). For a video, we can look closer by "
-    "`select_frames`. For an image, we "
-    "can look closer by `crop_image`. Reason with the visual information step by step, and "
-    "put your final answer "
-    "within \\boxed{}."
+    "\n\n\n\nGuidelines: Understand the given visual information and the user query. Determine if "
+    "it is beneficial to employ the given visual operations (tools). For a video, we can look "
+    "closer by `select_frames`. For an image, we can look closer by `crop_image`. Reason with the "
+    "visual information step by step, and put your final answer within \\boxed{}."
 )
 WITHOUT_TOOLS = "\n\nPlease think step by step, and put your final answer within \\boxed{}."
 
+TEXT = pa.string()
+TEXTS = pa.list_(TEXT)
+SCHEMA = pa.schema(
+    {
+        "data_source": TEXT,
+        "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
+        "images": TEXTS,
+        "videos": pa.list_(TEXTS),
+        "reward_model": pa.struct({"style": TEXT, "ground_truth": TEXTS}),
+        "extra_info": pa.struct({"qid": TEXT}),
+    }
+)
+
 
 def to_verl(table: pa.Table, path: Path, media_root: Path | None, with_tools: bool) -> pa.Table:
-    """The table of a file in verl's columns, row by row; a row without a question or an answer is
-    found to be bad."""
+    """The table of a file in verl's columns, row by row.
+
+    A row without a question, or whose pictures are no paths, has no prompt then; one without an
+    answer has no ground truth. These are bad rows later.
+    """
     if table.column_names == [JSON_LINE]:
         return lines_to_verl(table, path, media_root, with_tools)
-    rows = table.select(sorted(COLUMNS | {"is_video"} & set(table.column_names))).to_pylist()
+    columns = COLUMNS | {"is_video"} & set(table.column_names)
+    rows = table.select(sorted(columns)).to_pylist()
     prefix = path_prefix(rows, path, media_root)
-    rows = [convert(row, stem_of(path), prefix, with_tools) for row in rows]
-    return pa.Table.from_pylist(rows, pa.schema(FIELDS))
+    converted = [convert(row, stem_of(path), prefix, with_tools) for row in rows]
+    return pa.Table.from_pylist(converted, SCHEMA)
 
 
 def lines_to_verl(
     table: pa.Table, path: Path, media_root: Path | None, with_tools: bool
 ) -> pa.Table:
-    """The same of rows of JSON. What lacks a column stays as it is, and so do the blank lines
-    before a row."""
-    rows = [
-        row if isinstance(row, dict) and row.keys() >= COLUMNS else None for row in records(table)
-    ]
-    prefix = path_prefix([row for row in rows if row], path, media_root)
+    """`to_verl` for lines of JSON. A line that lacks a column, or is no object, stays as it is."""
+    rows_by_line: dict[int, dict] = {}
+    for i, row in enumerate(records(table)):
+        if isinstance(row, dict) and row.keys() >= COLUMNS:
+            rows_by_line[i] = row
+    prefix = path_prefix(list(rows_by_line.values()), path, media_root)
     lines = table.column(0).to_pylist()
-    for i, row in enumerate(rows):
-        if row:
-            blank = b"\n" * lines[i].count(b"\n")
-            lines[i] = blank + json.dumps(convert(row, stem_of(path), prefix, with_tools)).encode()
+    for i, row in rows_by_line.items():
+        converted = convert(row, stem_of(path), prefix, with_tools)
+        blank_lines = b"\n" * lines[i].count(
+            b"\n"
+        )  # those before the row, which count for its place
+        lines[i] = blank_lines + json.dumps(converted).encode()
     return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}, metadata=table.schema.metadata)
 
 
-TEXT, TEXTS = pa.string(), pa.list_(pa.string())
-FIELDS = {"data_source": TEXT, "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT}))}
-FIELDS |= {"images": TEXTS, "videos": pa.list_(TEXTS)}
-FIELDS |= {
-    "reward_model": pa.struct({"style": TEXT, "ground_truth": TEXTS}),
-    "extra_info": pa.struct({"qid": TEXT}),
-}
-
-
 def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
-    answers, question, qid = (
-        record["answer"],
-        str(record["question"] or ""),
-        str(record["qid"] or ""),
-    )
-    listed = answers if isinstance(answers, list) else [answers]
-    answers = [str(x) for x in listed if x is not None and x == x and str(x).strip()]
+    """A row in verl's columns. file: the name of its file. prefix: what its paths lack."""
+    question = str(record["question"] or "")
+    qid = str(record["qid"] or "")
+    benchmark = qid.partition("-")[0] if "-" in qid else file
     paths = paths_of(record)
-    readable = all(isinstance(name, str | None) for name in paths)
-    pictures = [prefix + name for name in paths if name] if readable else []
+    pictures: list[str] = []
+    if all(isinstance(path, str | None) for path in paths):
+        pictures = [prefix + path for path in paths if path]
+        # all pictures go in front of the question, whatever marks it has
+        question = question.replace("<image>", "").replace("<video>", "")
+    else:
+        question = ""  # a question without its pictures: a bad row
     is_video = bool(record.get("is_video")) and bool(pictures)
     marks = "<video>" if is_video else "<image>" * len(pictures)
-    for mark in ("<image>", "<video>"):  # all pictures come first
-        question = question.replace(mark, "") if readable else ""
-    content = question.strip() and marks + question + (WITH_TOOLS if with_tools else WITHOUT_TOOLS)
+    prompt = None
+    if question.strip():
+        guideline = WITH_TOOLS if with_tools else WITHOUT_TOOLS
+        prompt = [{"role": "user", "content": marks + question + guideline}]
     return {
-        "data_source": f"visual_qa/{qid.partition('-')[0] if '-' in qid else file}",
-        "prompt": [{"role": "user", "content": content}] if content else None,
+        "data_source": f"visual_qa/{benchmark}",
+        "prompt": prompt,
         "images": [] if is_video else pictures,
         "videos": [pictures] if is_video else [],
-        "reward_model": {"style": "rule", "ground_truth": answers or None},
+        "reward_model": {"style": "rule", "ground_truth": answers_of(record) or None},
         "extra_info": {"qid": qid},
     }
+
+
+def answers_of(record: Mapping) -> list[str]:
+    """The acceptable answers of a row, without nulls, NaN and blank ones."""
+    answers = record["answer"]
+    if not isinstance(answers, list):
+        answers = [answers]
+    return [str(x) for x in answers if x is not None and x == x and str(x).strip()]
 
 
 def paths_of(record: Mapping) -> list:
     return record["image"] if isinstance(record["image"], list) else [record["image"]]
 
 
-def path_prefix(records: list[dict], path: Path, media_root: Path | None) -> str:
-    """ "" where the first picture's path resolves as it stands; else what Pixel Reasoner's script
-    makes of it: that moves images/ to FILE_images/, videos/ to FILE_videos/. ValueError if both are
-    there and differ."""
-    first = next(
-        (name for r in records for name in paths_of(r) if name and isinstance(name, str)), ""
-    )
+def path_prefix(rows: list[dict], path: Path, media_root: Path | None) -> str:
+    """What to put in front of the paths of a file's pictures: "", or "FILE_".
+
+    Pixel Reasoner's script moves images/ to FILE_images/ and videos/ to FILE_videos/, FILE being
+    the name of the file of rows. The first picture decides. ValueError if it exists at both places
+    and they differ.
+    """
+    plain_path = first_path(rows)
     prefix = f"{stem_of(path)}_"
     for folder in (path.parent, media_root or Path()):
-        plain = os.path.join(folder, first)
-        moved = os.path.join(folder, prefix + first)
-        # False for what is no path
-        plain_exists, moved_exists = os.path.isfile(plain), os.path.isfile(moved)
+        plain = os.path.join(folder, plain_path)
+        moved = os.path.join(folder, prefix + plain_path)
+        plain_exists = os.path.isfile(plain)  # False for a text that cannot be a path
+        moved_exists = os.path.isfile(moved)
         if plain_exists and moved_exists and not filecmp.cmp(plain, moved, shallow=False):
             raise ValueError(
                 f"{path}: {plain} and {moved} differ, and either may be meant: move one of "
                 "them away"
             )
-        if plain_exists or moved_exists:
-            return "" if plain_exists else prefix
+        if plain_exists:
+            return ""
+        if moved_exists:
+            return prefix
+    return ""
+
+
+def first_path(rows: list[dict]) -> str:
+    """The path of the first picture of all rows; "" if there is none."""
+    for row in rows:
+        for path in paths_of(row):
+            if path and isinstance(path, str):
+                return path
     return ""
