@@ -14,7 +14,7 @@ from vl import build_tokenizer
 from common.flags import Rollout
 from common.rollout.trajectories import ANSWERING, CLOSING, OPENING, Turns
 from common.tools import load_tools
-from common.tools.environments import read
+from common.tools.environments import first_attribute
 from common.tools.pools import ToolWorkers
 
 GUESS = f"{ROOT}/docs/examples/guess.py:Guess"
@@ -217,10 +217,10 @@ def test_a_property_that_fails_is_not_missing():
             )
 
     with pytest.raises(AttributeError, match="score"):
-        read(Game(), "reward", "get_reward")
+        first_attribute(Game(), "reward", "get_reward")
     assert (
-        read(Client(), "reward", "get_reward") == 2.0
-        and read(object(), "reward", "get_reward") is None
+        first_attribute(Client(), "reward", "get_reward") == 2.0
+        and first_attribute(object(), "reward", "get_reward") is None
     )
 
 

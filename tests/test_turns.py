@@ -22,7 +22,7 @@ from common.metrics import rollout_means
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.rollout.sampling import request_seed, sample_episodes
-from common.rollout.trajectories import Turns
+from common.rollout.trajectories import Trajectory, Turns
 from common.tools.pools import ToolWorkers
 from common.types import FINISH_REASONS, Completion, Episode, Row, Sampling, ToolReply
 from common.vision import load_vision
@@ -112,7 +112,8 @@ def test_a_picture_that_cannot_be_read_is_told_to_the_policy(vision, workers):
     episode = Episode(
         0, 0, the_row.prompt_ids, [5, tokenizer.eos_token_id], [1, 1], [-0.5, -0.5], "stop", turns=1
     )
-    assert turns.observe(episode, Call("forged", {}), ToolReply("see", [b"no picture"]), 4000)
+    trajectory = Trajectory(0, episode, the_row, turns.protocol, max_tokens=4000, seed="")
+    assert turns.observe(trajectory, Call("forged", {}), ToolReply("see", [b"no picture"]))
     assert "unreadable image" in tokenizer.decode(episode.response_ids) and not episode.media
     assert episode.calls[0]["error"] and "see" not in tokenizer.decode(episode.response_ids)
 
@@ -318,7 +319,7 @@ class Tags:
         found = text.rstrip().removesuffix("</look>").rpartition("<look>")
         return Call("select_frames", {"target_frames": [int(found[2])]}) if found[1] else None
 
-    def observation(self, parts, role, shown):
+    def observation(self, parts, role, num_pictures=0):
         return "".join(part if isinstance(part, str) else "<|image_pad|>" for part in parts)
 
 

@@ -1,8 +1,8 @@
-"""How trajectories go on after the policy's first turn: calls, replies, and where they end."""
+"""Multi-turn trajectories: the policy calls tools, reads their replies, and takes the next turn."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 
@@ -12,69 +12,158 @@ from common.pictures import Media
 from common.processes import cpus_of_rank
 from common.progress import Progress
 from common.tools import find_tool
-from common.tools.environments import CLOSE, RESET, State, is_class
+from common.tools.environments import (
+    CLOSE,
+    RESET,
+    EnvironmentJob,
+    FunctionJob,
+    PastCall,
+    Transcript,
+    is_class,
+)
 from common.tools.pools import ToolPool
 from common.torch_repair import transformers
-from common.types import Completion, Episode, Row, ToolReply, Watch, with_replies
+from common.types import Completion, Episode, Row, Tool, ToolReply, Watch, with_replies
 from common.vision import Vision
 
-OPENING, CLOSING, ANSWERING = Call(RESET), Call(CLOSE), Call("answer()")  # no tool is called so
-PROBE = "7 apples"  # a reply that a template must show
-FIRST_ROWS = 100  # among which a function that answers finds one to be tried with
+# Calls that no policy makes. They are told apart by identity: a policy may write a call with such
+# a name.
+OPENING = Call(RESET)
+CLOSING = Call(CLOSE)
+ANSWERING = Call("answer()")
+PROBE = "7 apples"  # a reply that the chat template must render
+MAX_TRIED_ROWS = 100  # to find one that the function of --environment can be tried with
 
 
 @dataclass
+class Trajectory:
+    """A trajectory under way. It waits for the reply to `call`, or, without one, for a turn of the
+    policy."""
+
+    key: int  # its place in the list of episodes
+    episode: Episode
+    row: Row
+    protocol: Protocol
+    max_tokens: int  # of all that follows the prompt
+    seed: str  # of the step
+    call: Call | None = None
+    ended: bool = False
+
+
 class Turns:
-    """How trajectories go on after the policy's first turn."""
+    """Samples trajectories of several turns.
 
-    tokenizer: "transformers.PreTrainedTokenizerBase"
-    workers: ToolPool
-    vision: Vision | None = None
-    flags: Rollout = field(default_factory=Rollout)
-    # how the policy calls, and sees replies; None: that of the workers
-    protocol: Protocol | None = None
+    protocol: how the policy writes calls and reads replies; None: the protocol of the workers.
+    ValueError if the chat template cannot render the reply of a tool.
+    """
 
-    def __post_init__(self) -> None:
-        """ValueError for a chat template that cannot show what a tool returns."""
-        tools = self.workers.tools.values()
-        # all wait for the slowest: the engine's batches, and so the last bits, are repeatable;
-        # ranks submit alike
+    def __init__(
+        self,
+        tokenizer: "transformers.PreTrainedTokenizerBase",
+        workers: ToolPool,
+        vision: Vision | None = None,
+        flags: Rollout | None = None,
+        protocol: Protocol | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.workers = workers
+        self.vision = vision
+        self.flags = flags or Rollout()
+        # programs between tags, beside the model's own protocol
+        self.code: Code | None = None
+        if protocol and workers.protocol is Code:
+            self.code = Code(tokenizer)
+        self.protocol = protocol or workers.protocol(tokenizer)
+        # Each turn waits for the slowest trajectory. The engine's batches, and with them the last
+        # bits of its log-probs, are then repeatable, and ranks that share an engine submit alike.
         self.lockstep = self.flags.deterministic or self.flags.engine_parallel > 1
-        self.stateful = {tool.name for tool in tools if tool.stateful}
-        self.code = (
-            Code(self.tokenizer) if self.protocol and self.workers.protocol is Code else None
-        )
-        self.protocol = self.protocol or self.workers.protocol(self.tokenizer)
-        # decode pictures while the engine samples
+        # pictures are decoded while the engine samples
         self.threads = ThreadPoolExecutor(cpus_of_rank())
+        tools = workers.tools.values()
+        self.stateful = {tool.name for tool in tools if tool.stateful}
+        # --environment names a function, which answers as a user does
         environment = self.flags.environment
-        # a function that speaks as a user
-        self.answers = bool(environment) and not is_class(environment)
-        for role in {tool.role for tool in tools} | ({"user"} if self.answers else set()):
-            if PROBE not in self.protocol.observation([PROBE], role, shown=0):
-                raise ValueError(
-                    f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}"
-                )
-            self.observation_ids([PROBE], role)
-        self.program_role = "tool" if self.code and self.shows("tool") else "user"
+        self.has_function = bool(environment) and not is_class(environment)
+        roles = {tool.role for tool in tools}
+        if self.has_function:
+            roles.add("user")
+        for role in roles:
+            self._check_role(role)
+        self.program_role = "user"
+        if self.code and self._can_show("tool"):
+            self.program_role = "tool"
 
-    def shows(self, role: str) -> bool:
-        """Does the chat template show messages of a role?"""
-        try:
-            return PROBE in self.protocol.observation([PROBE], role) and bool(
-                self.observation_ids([PROBE], role)
+    def _check_role(self, role: str) -> None:
+        """ValueError if the chat template leaves out, or refuses, messages of a role."""
+        if PROBE not in self.protocol.observation([PROBE], role):
+            raise ValueError(
+                f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}"
             )
+        self.observation_ids([PROBE], role)
+
+    def _can_show(self, role: str) -> bool:
+        try:
+            self._check_role(role)
         except ValueError:
             return False
+        return True
 
     def protocol_of(self, row: Row) -> Protocol:
-        """That of programs between tags, where the prompt teaches it."""
+        """Programs between tags if the prompt teaches them."""
+        if not self.code:
+            return self.protocol
         prompt = row.prompt
         if not isinstance(prompt, str):
             prompt = "\n".join(message["content"] for message in prompt)
-        if self.code and any(self.workers.tools[name].is_taught(prompt) for name in row.tools):
-            return self.code
+        for name in row.tools:
+            if self.workers.tools[name].is_taught(prompt):
+                return self.code
         return self.protocol
+
+    # --- before the first step ---
+
+    def try_out(self, rows: Iterable[Row]) -> bool:
+        """Open and close the environment of the first row that has one: does it return a reward?
+
+        ValueError if that fails, or if the function of --environment does.
+        """
+        if self.has_function:
+            for row in islice(rows, MAX_TRIED_ROWS):
+                if row.answer_kwargs is not None:
+                    self._try_function(row)
+                    break
+        if not self.stateful:
+            return False
+        columns = {}
+        for row in rows:
+            if row.environment is not None:
+                columns = row.environment
+                break
+        opening = self._try_environment(OPENING, Transcript(-1, "", columns), RESET)
+        transcript = Transcript(-1, "", columns, opening.text)
+        closing = self._try_environment(CLOSING, transcript, "its reward")
+        return closing.info["reward"] is not None
+
+    def _try_environment(self, call: Call, transcript: Transcript, label: str) -> ToolReply:
+        job = EnvironmentJob(call.name, {}, transcript)
+        self.workers.submit_job(-1, call.name, job, home=-1)
+        ((_, reply),) = self.workers.poll(inf)
+        if reply.failed:
+            raise ValueError(f"--environment: {label} fails on the first row: {reply.text}")
+        return reply
+
+    def _try_function(self, row: Row) -> None:
+        """Let it answer the row's ground truth, as if the policy had written that. ValueError if it
+        fails."""
+        self._ask_function(-1, row, [{"role": "assistant", "content": row.truth}])
+        ((_, reply),) = self.workers.poll(inf)
+        if reply.failed:
+            usage = "it is called as NAME(messages, ground_truth, **interaction_kwargs of the row)"
+            raise ValueError(
+                f"--environment cannot answer the truth of a row: {reply.text}; {usage}"
+            )
+
+    # --- the loop ---
 
     def sample(
         self,
@@ -87,274 +176,310 @@ class Turns:
         watch: Watch,
         seed: str,
     ) -> None:
-        """Turn after turn, until all episodes have ended; those that have a finish_reason are left
-        alone. A key is an episode's number. `submit` asks the engine for the next turn; `seed` is
-        that of environments."""
-        rows = [prompts[episode.prompt_index] for episode in episodes]
-        running = {
-            key: self.trajectory(episode, rows[key], max_tokens)
-            for key, episode in enumerate(episodes)
-            if not episode.finish_reason
-        }
-        answered: dict[int, Completion] = {}
-        replies: dict[int, ToolReply] = {}  # whose pictures are being decoded
+        """Fill the episodes that have no finish_reason yet, turn after turn.
 
-        def go_on(key: int, came: Completion | ToolReply | None = None) -> None:
-            try:
-                call = running[key].send(came)
-            except StopIteration:
+        submit: requests the next turn of episodes[key] from the engine. seed: of environments.
+        """
+        trajectories: dict[int, Trajectory] = {}
+        for key, episode in enumerate(episodes):
+            if not episode.finish_reason:
+                row = prompts[episode.prompt_index]
+                protocol = self.protocol_of(row)
+                trajectories[key] = Trajectory(key, episode, row, protocol, max_tokens, seed)
+
+        def go_on(trajectory: Trajectory) -> None:
+            if trajectory.ended:
                 progress.add()
-                return
-            if call:
-                self.ask(key, call, episodes[key], rows[key], seed)
+            elif trajectory.call:
+                self.ask(trajectory)
             else:
-                submit(key)
+                submit(trajectory.key)
 
-        for key in running:
-            go_on(key)
+        for trajectory in trajectories.values():
+            if trajectory.row.environment is not None:
+                trajectory.call = OPENING
+            go_on(trajectory)
+        completions: dict[int, Completion] = {}
+        replies: dict[int, ToolReply] = {}  # their pictures are being decoded
         while engine.busy or self.workers.pending or replies:
             if engine.busy:
                 with watch("engine"):
-                    answered |= {key: completion for key, (completion,) in engine.step()}
+                    for key, (completion,) in engine.step():
+                        completions[key] = completion
             if not (self.lockstep and engine.busy):
-                for key in sorted(answered):
-                    go_on(key, answered.pop(key))
+                for key in sorted(completions):
+                    self.take_turn(trajectories[key], completions.pop(key))
+                    go_on(trajectories[key])
             with watch("tools"):
-                for key, reply in self.workers.poll(0.0 if engine.busy or replies else 1.0):
+                # nothing else to do: wait for a tool
+                patience_s = 0.0 if engine.busy or replies else 1.0
+                for key, reply in self.workers.poll(patience_s):
                     reply.opened = self.threads.submit(self.open_pictures, reply)
                     replies[key] = reply
                 if not engine.busy:
-                    # a tool may be first
+                    # not for long: the reply of another tool may come first
                     wait([reply.opened for reply in replies.values()], 0.01, FIRST_COMPLETED)
             if not (self.lockstep and (engine.busy or self.workers.pending)):
-                for key in [
-                    key for key in sorted(replies) if self.lockstep or replies[key].opened.done()
-                ]:
-                    go_on(key, replies.pop(key))
+                for key in sorted(replies):
+                    if self.lockstep or replies[key].opened.done():
+                        self.take_reply(trajectories[key], replies.pop(key))
+                        go_on(trajectories[key])
 
-    def trajectory(
-        self, episode: Episode, row: Row, max_tokens: int
-    ) -> Generator[Call | None, Completion | ToolReply, None]:
-        """What happens in one: yields None and is sent what was sampled, or a call and is sent its
-        reply."""
-        if row.environment is not None:
-            self.begin(episode, row, (yield OPENING))
-        protocol = self.protocol_of(row)
-        goes_on = not episode.finish_reason
-        while goes_on:
-            episode.add_turn(turn := (yield None), max_tokens)
-            call = self.next_call(episode, row, turn.token_ids)
-            goes_on = call is not None and self.observe(
-                episode, call, (yield call), max_tokens, protocol
-            )
-        if row.environment is not None:
-            reply = yield CLOSING
-            episode.environment_reward = reply.info.get("reward")
-            if reply.failed and episode.finish_reason != "tool_failed":  # else why has been told
-                self.fail(episode, CLOSING, reply.text)
+    def take_turn(self, trajectory: Trajectory, completion: Completion) -> None:
+        """Append a turn of the policy, and find the call in it."""
+        trajectory.episode.add_turn(completion, trajectory.max_tokens)
+        trajectory.call = self.next_call(trajectory, completion.token_ids)
+        if trajectory.call is None:
+            self.end(trajectory)
 
-    def try_out(self, rows: Iterable[Row]) -> bool:
-        """Has the environment, opened for the first row that has one, and closed, a reward?
-        ValueError if that fails, or what a function answers."""
-        if self.answers:
-            self.try_answer(rows)
-        if not self.stateful:
-            return False
-        state = State(
-            -1, "", next((row.environment for row in rows if row.environment is not None), {})
-        )
-        for call in (OPENING, CLOSING):
-            self.workers.hand_on((-1, call.name), (call.name, {}, state, {}), home=-1)
-            ((_, reply),) = self.workers.poll(inf)
-            if reply.failed:
-                what = call.name if call is OPENING else "its reward"
-                raise ValueError(f"--environment: {what} fails on the first row: {reply.text}")
-            state = replace(state, opening=reply.text)
-        return reply.info["reward"] is not None
+    def take_reply(self, trajectory: Trajectory, reply: ToolReply) -> None:
+        """Append what came of the call that the trajectory waited for."""
+        call = trajectory.call
+        trajectory.call = None
+        if call is CLOSING:
+            self.close_environment(trajectory.episode, reply)
+            trajectory.ended = True
+        elif call is OPENING:
+            self.open_environment(trajectory, reply)
+            if trajectory.episode.finish_reason:
+                self.end(trajectory)
+        elif not self.observe(trajectory, call, reply):
+            self.end(trajectory)
 
-    def try_answer(self, rows: Iterable[Row]) -> None:
-        """Have it answer the truth of a row, as if the policy had said it. ValueError if it
-        cannot."""
-        row = next((row for row in islice(rows, FIRST_ROWS) if row.answer_kwargs is not None), None)
-        if row is None:
-            return
-        episode = Episode(
-            0, 0, [], [], [], [], messages=[{"role": "assistant", "content": row.truth}]
-        )
-        self.ask(-1, ANSWERING, episode, row, "")
-        ((_, reply),) = self.workers.poll(inf)
-        if reply.failed:
-            how = "it is called as NAME(messages, ground_truth, **interaction_kwargs of the row)"
-            raise ValueError(f"--environment cannot answer the truth of a row: {reply.text}; {how}")
+    def end(self, trajectory: Trajectory) -> None:
+        """No turn follows. An environment is closed first: that yields its reward."""
+        if trajectory.row.environment is not None:
+            trajectory.call = CLOSING
+        else:
+            trajectory.ended = True
 
-    def next_call(self, episode: Episode, row: Row, last_turn: list[int]) -> Call | None:
-        """The call that the last turn ends in, or that for a function to answer; None if the
-        trajectory ends here."""
-        if episode.finish_reason != "stop" or not (row.tools or row.answer_kwargs is not None):
+    # --- calls ---
+
+    def next_call(self, trajectory: Trajectory, last_turn: list[int]) -> Call | None:
+        """The call that the last turn ends in, or ANSWERING. None if the trajectory ends here."""
+        episode = trajectory.episode
+        row = trajectory.row
+        has_function = row.answer_kwargs is not None
+        if episode.finish_reason != "stop" or not (row.tools or has_function):
             return None
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
-        protocol = self.protocol_of(row)
-        call = protocol.find_call(protocol.read(last_turn)) if row.tools else None
-        if call and episode.turns >= self.flags.max_turns:
+        call = None
+        if row.tools:
+            protocol = trajectory.protocol
+            call = protocol.find_call(protocol.read(last_turn))
+        if call is None:
+            return ANSWERING if has_function else None
+        if episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
             return None
-        return call or (ANSWERING if row.answer_kwargs is not None else None)
+        return call
 
-    def ask(self, key: int, call: Call, episode: Episode, row: Row, seed: str) -> None:
-        """Hand a call to the workers, with what a tool may know of the trajectory and what the row
-        gives."""
+    def ask(self, trajectory: Trajectory) -> None:
+        """Submit the trajectory's call to the workers."""
+        call = trajectory.call
+        row = trajectory.row
         if call is ANSWERING:
-            said = (
-                row.prompt
-                if isinstance(row.prompt, list)
-                else [{"role": "user", "content": row.prompt}]
-            )
-            truth = {"ground_truth": row.answer_kwargs.get("ground_truth", row.ground_truth)}
-            given = {name: value for name, value in row.answer_kwargs.items() if name not in truth}
-            self.workers.hand_on(
-                (key, call.name), (call.name, truth, with_replies(said, episode.messages), given)
-            )
+            self._ask_function(trajectory.key, row, trajectory.episode.messages)
             return
         tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
         if call is OPENING or call is CLOSING or (tool and tool.stateful):
-            calls = [c for c in episode.calls if c["name"] in self.stateful and "step" in c["info"]]
-            calls = [(c["name"], c["arguments"], c["text"]) for c in calls]
-            state = State(
-                key, f"{seed}/{episode.prompt_index}", row.environment, episode.opening, calls
-            )
-            self.workers.hand_on((key, call.name), (call.name, call.arguments, state, {}), home=key)
-            return
+            self._ask_environment(trajectory)
+        else:
+            self._ask_tool(trajectory, tool)
+
+    def _ask_function(self, key: int, row: Row, replies: list[dict]) -> None:
+        """With the conversation so far: the prompt, then `replies`."""
+        prompt = row.prompt
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        kwargs = dict(row.answer_kwargs)
+        ground_truth = kwargs.pop("ground_truth", row.ground_truth)
+        messages = with_replies(prompt, replies)
+        self.workers.submit_job(key, ANSWERING.name, FunctionJob(messages, ground_truth, kwargs))
+
+    def _ask_environment(self, trajectory: Trajectory) -> None:
+        """With its earlier calls: an environment whose process has died is rebuilt from them."""
+        key = trajectory.key
+        call = trajectory.call
+        episode = trajectory.episode
+        past_calls = []
+        for record in episode.calls:
+            if record["name"] in self.stateful and "step" in record["info"]:
+                past_calls.append(PastCall(record["name"], record["arguments"], record["text"]))
+        transcript = Transcript(
+            trajectory=key,
+            seed=f"{trajectory.seed}/{episode.prompt_index}",
+            columns=trajectory.row.environment,
+            opening=episode.opening,
+            calls=past_calls,
+        )
+        job = EnvironmentJob(call.name, call.arguments, transcript)
+        self.workers.submit_job(key, call.name, job, home=key)
+
+    def _ask_tool(self, trajectory: Trajectory, tool: Tool | None) -> None:
+        """With the pictures so far and the earlier calls."""
+        call = trajectory.call
+        row = trajectory.row
+        episode = trajectory.episode
         if tool is None and not call.error:
             call = Call(error=f"there is no tool {call.name!r:.100}, but {', '.join(row.tools)}")
-        media = [
-            {"kind": "frame" if m.is_frame else m.kind, "frames": m.frames} for m in episode.media
-        ]
+        media = []
+        for medium in episode.media:
+            kind = "frame" if medium.is_frame else medium.kind
+            media.append({"kind": kind, "frames": medium.frames})
         context = {"media": media, "num_prompt_media": len(row.media), "calls": episode.calls}
-        context |= vars(self.vision.limits) if self.vision else {}
-        context["seed"] = f"{seed}/{episode.prompt_index}/{episode.sample_index}"
-        self.workers.submit(key, call, context, row.tools[tool.name] if tool else {})
+        if self.vision:
+            context |= vars(self.vision.limits)
+        context["seed"] = f"{trajectory.seed}/{episode.prompt_index}/{episode.sample_index}"
+        kwargs = row.tools[tool.name] if tool else {}
+        self.workers.submit(trajectory.key, call, context, kwargs)
 
-    def begin(self, episode: Episode, row: Row, reply: ToolReply) -> None:
-        """Put what an environment's `reset` has said at the end of the prompt."""
+    # --- replies ---
+
+    def open_environment(self, trajectory: Trajectory, reply: ToolReply) -> None:
+        """Append what the environment's `reset` returned to the prompt's last message."""
+        episode = trajectory.episode
+        row = trajectory.row
         if reply.failed:
             self.fail(episode, OPENING, reply.text)
             return
-        *before, last = row.messages
-        own, episode.opening = last["content"], reply.text
-        added = self.protocol.spaced(reply.text)
-        whole = own + added if isinstance(own, str) else [*own, {"type": "text", "text": added}]
-        messages = [*before, last | {"content": whole}]
+        episode.opening = reply.text
+        opening = self.protocol.spaced(reply.text)
+        last = row.messages[-1]
+        content = last["content"]
+        if isinstance(content, str):
+            content = content + opening
+        else:
+            content = [*content, {"type": "text", "text": opening}]
+        messages = [*row.messages[:-1], last | {"content": content}]
         ids = self.tokenizer.encode(self.protocol.prompt(messages), add_special_tokens=False)
-        ids = self.vision.expand(ids, row.media) if self.vision else ids
+        if self.vision:
+            ids = self.vision.expand(ids, row.media)
         if len(ids) > self.flags.max_prompt_tokens:
-            self.fail(
-                episode,
-                OPENING,
-                f"the prompt then has {len(ids)} tokens: raise --max-prompt-tokens",
-            )
+            reason = f"the prompt then has {len(ids)} tokens: raise --max-prompt-tokens"
+            self.fail(episode, OPENING, reason)
             return
         episode.prompt_ids = ids
 
-    def fail(self, episode: Episode, call: Call, why: str) -> None:
-        """It ends through our fault."""
-        self.record(episode, call, ToolReply(why, failed=True))
+    def close_environment(self, episode: Episode, reply: ToolReply) -> None:
+        episode.environment_reward = reply.info.get("reward")
+        # an earlier failure has been recorded with its own reason
+        if reply.failed and episode.finish_reason != "tool_failed":
+            self.fail(episode, CLOSING, reply.text)
+
+    def fail(self, episode: Episode, call: Call, reason: str) -> None:
+        """The trajectory ends, and not through the policy's fault."""
+        self.record(episode, call, ToolReply(reason, failed=True))
         episode.finish_reason = "tool_failed"
 
     def record(self, episode: Episode, call: Call, reply: ToolReply) -> None:
-        known = {
+        record = {
             "turn": episode.turns - 1,
             "name": call.name,
             "arguments": call.arguments,
             "text": reply.text,
+            "error": reply.error or reply.failed,
+            "info": reply.info,
+            "media": 0,
         }
-        episode.calls.append(
-            known | {"error": reply.error or reply.failed, "info": reply.info, "media": 0}
-        )
+        episode.calls.append(record)
 
-    def observe(
-        self,
-        episode: Episode,
-        call: Call,
-        reply: ToolReply,
-        max_tokens: int,
-        protocol: Protocol | None = None,
-    ) -> bool:
-        """Append what came of a call. False, with its finish_reason, if the trajectory ends
+    def observe(self, trajectory: Trajectory, call: Call, reply: ToolReply) -> bool:
+        """Append the reply to a tool's call, or the function's answer. False if the trajectory ends
         instead."""
-        if self.code and call is not ANSWERING and protocol is not self.code:
+        episode = trajectory.episode
+        if self.code and call is not ANSWERING and trajectory.protocol is not self.code:
             reply = replace(reply, role=self.program_role)
         try:
             media = reply.opened.result() if reply.opened else self.open_pictures(reply)
-        except ValueError as error:  # what a tool has written past `call_tool`
-            told, media = error_text(f"{call.name}: {error}", reply.role), []
-            reply = ToolReply(told, error=True, info=reply.info, role=reply.role)
+        except ValueError as error:
+            # `call_tool` sends no such picture, but a tool may have written its reply by itself
+            text = error_text(f"{call.name}: {error}", reply.role)
+            reply = ToolReply(text, error=True, info=reply.info, role=reply.role)
+            media = []
         if reply.failed:
             self.fail(episode, call, reply.text)
             return False
         if call is ANSWERING:
-            if (reward := reply.info["reward"]) is not None:
+            reward = reply.info["reward"]
+            if reward is not None:
                 episode.turn_rewards.append((sum(episode.loss_mask), reward))
             if reply.info["ends"]:
                 return False
         else:
             self.record(episode, call, reply)
-        ids = self.observation_ids([reply.text, *media], reply.role, len(episode.media), protocol)
-        # the policy has sampled another end token
+        ids = self.observation_ids(
+            [reply.text, *media], reply.role, len(episode.media), trajectory.protocol
+        )
+        # the policy may have sampled another end token than the template's
         if episode.response_ids[-1] != self.tokenizer.eos_token_id:
             ids = [self.tokenizer.eos_token_id, *ids]
+        limit = self._limit_reached(trajectory, call, reply, len(media), len(ids))
+        if limit:
+            episode.finish_reason = limit
+            return False
+        episode.response_ids += ids
+        episode.loss_mask += [0] * len(ids)
+        episode.logprobs += [0.0] * len(ids)
+        episode.media += media
+        episode.messages.append({"role": reply.role, "content": reply.text})
+        if call is not ANSWERING:
+            episode.calls[-1]["media"] = len(media)
+        return True
+
+    def _limit_reached(
+        self, trajectory: Trajectory, call: Call, reply: ToolReply, num_media: int, num_tokens: int
+    ) -> str:
+        """The finish_reason if no turn may follow an observation of that size; "" if one may."""
+        episode = trajectory.episode
         if call is ANSWERING and episode.turns >= self.flags.max_turns:
-            episode.finish_reason = "unanswered"
-        elif sum(call["error"] for call in episode.calls) > self.flags.max_tool_errors:
-            episode.finish_reason = "max_tool_errors"
-        elif len(episode.media) + len(media) > self.flags.max_images:
-            episode.finish_reason = "max_images"
-        elif call.name in self.stateful and reply.info.get("done"):
-            episode.finish_reason = "done"
-        elif len(episode.response_ids) + len(ids) >= max_tokens:
-            # not one token would be left for the answer
-            episode.finish_reason = "length"
-        else:
-            episode.response_ids += ids
-            episode.loss_mask += [0] * len(ids)
-            episode.logprobs += [0.0] * len(ids)
-            episode.media += media
-            episode.messages.append({"role": reply.role, "content": reply.text})
-            if call is not ANSWERING:
-                episode.calls[-1]["media"] = len(media)
-            return True
-        return False
+            return "unanswered"
+        num_errors = sum(record["error"] for record in episode.calls)
+        if num_errors > self.flags.max_tool_errors:
+            return "max_tool_errors"
+        if len(episode.media) + num_media > self.flags.max_images:
+            return "max_images"
+        if call.name in self.stateful and reply.info.get("done"):
+            return "done"
+        # not one token would be left for the answer
+        if len(episode.response_ids) + num_tokens >= trajectory.max_tokens:
+            return "length"
+        return ""
 
     def open_pictures(self, reply: ToolReply) -> list[Media]:
-        """Those of a reply, for a model that sees. ValueError for one that cannot be read."""
-        limits, is_frame = self.vision and self.vision.limits, "frames" in reply.info
-        return [Media.open("image", [x], limits, is_frame) for x in reply.images if limits]
+        """The images of a reply, decoded; none for a model without vision. ValueError for one that
+        cannot be read."""
+        if not self.vision:
+            return []
+        limits = self.vision.limits
+        is_frame = "frames" in reply.info
+        return [Media.open("image", [image], limits, is_frame) for image in reply.images]
 
     def observation_ids(
         self,
         parts: Sequence[str | Media],
         role: str,
-        shown: int = 0,
+        num_pictures: int = 0,
         protocol: Protocol | None = None,
     ) -> list[int]:
-        """What stands between an end-of-turn token and the next turn, from the new message alone.
+        """The tokens between an end-of-turn token and the next turn, from the new message alone.
 
-        Its ids are those that it has behind that token: by itself a tokenizer may put a space
-        before it. ValueError if they depend on what comes before.
+        num_pictures: shown before. The message is tokenised behind an end-of-turn token, since some
+        tokenizers put a space before the first word of a text. ValueError if its tokens depend on
+        what comes before.
         """
-        text = (protocol or self.protocol).observation(parts, role, shown)
+        protocol = protocol or self.protocol
+        text = protocol.observation(parts, role, num_pictures)
         end = self.tokenizer.eos_token
         before = self.tokenizer.encode("-" + end, add_special_tokens=False)
         whole = self.tokenizer.encode("-" + end + text, add_special_tokens=False)
         ids = whole[len(before) :]
         if whole != before + ids or before[-1] != self.tokenizer.eos_token_id:
-            told = (
-                f"the tokenizer of {self.tokenizer.name_or_path!r} does not keep {end!r} "
-                "apart from what follows"
+            raise ValueError(
+                f"tools: the tokenizer of {self.tokenizer.name_or_path!r} does not keep {end!r} "
+                "apart from what follows: take another model"
             )
-            raise ValueError(f"tools: {told}: take another model")
-        return (
-            self.vision.expand(ids, [part for part in parts if isinstance(part, Media)])
-            if self.vision
-            else ids
-        )
+        if self.vision:
+            ids = self.vision.expand(ids, [part for part in parts if isinstance(part, Media)])
+        return ids

@@ -1,19 +1,19 @@
-"""Tools that the policy calls between its turns: which there are, and how they are called in a
-worker.
+"""Tools that the policy calls between its turns: which exist, and how a worker calls them.
 
 A tool is a plain function. It returns text (numbers, booleans, dicts and lists become JSON), or
-(text, images), or (text, images, info): images as PIL or encoded, info a dict for pictures of what
-happened, in which "frames" says that the images are frames of a video, and "acted", if false, that
-the call earns no --tool-bonus. An exception is what the policy reads, and so is a timeout, a crash
-or a lack of memory: it wrote the call. A function (or `Tool`) with the attribute `ours` says that
-these are not the policy's fault: they cost the sample. A parameter named `context` gets the
-pictures seen so far; keyword-only ones are for the row.
+(text, images), or (text, images, info): images as PIL or encoded, info a dict that describes what
+happened. In info "frames" says that the images are frames of a video, and a false "acted" that the
+call earns no --tool-bonus. The policy reads an exception, a timeout, a crash or a lack of memory as
+an error, since it wrote the call. A function (or `Tool`) with the attribute `ours` declares that
+these are not the policy's fault: they cost the sample. A parameter named `context` receives the
+pictures so far; keyword-only parameters are for the row.
 """
 
 import inspect
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import get_type_hints
 
@@ -23,110 +23,127 @@ from common.data.protocols import error_text
 from common.pictures import encode
 from common.tools import visual
 from common.tools.environments import (
-    Live,
-    State,
-    ask_function,
+    EnvironmentJob,
+    FunctionJob,
+    LiveEnvironments,
+    accepted_kwargs,
+    answer_of,
     docstring,
-    fitting,
     is_class,
     load_environment,
     method_schemas,
 )
 from common.types import Tool, ToolReply, trim
-from common.workers.pool import load_function
+from common.workers.pool import NO_WORKER, load_function
 from common.workers.process import describe
 
-# how common.workers.pool begins what it says of a job that no process could take
-NO_WORKER = "no worker starts"
-
-
-CROP_NAMES = ("crop_image", "zoom_in")
 CROP = Tool(
     "crop_image_normalized",
     visual.crop_image_normalized,
-    visual.SCHEMAS["crop"],
-    CROP_NAMES,
+    visual.CROP_SCHEMA,
+    aliases=("crop_image", "zoom_in"),
     role="user",
     ours=True,
 )
-SELECT = Tool(
-    "select_frames", visual.select_frames, visual.SCHEMAS["select"], role="user", ours=True
-)
+SELECT = Tool("select_frames", visual.select_frames, visual.SELECT_SCHEMA, role="user", ours=True)
 BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
+NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isclass)
+
+
+# --- which exist ---
 
 
 def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
     """The tools of --tools, names of BUILT_IN and FILE.py:NAME, separated by commas, and the
     methods of --environment if that is a class. ValueErrors name the flag."""
-    tools = {}
-    for part in filter(None, map(str.strip, spec.split(","))):
-        if part not in BUILT_IN and ":" not in part:
+    tools: dict[str, Tool] = {}
+    for name in spec.split(","):
+        name = name.strip()
+        if not name:
+            continue
+        if name in BUILT_IN:
+            loaded = BUILT_IN[name]
+        elif ":" in name:
+            loaded = [user_tool(name)]
+        else:
             raise ValueError(
-                f"--tools {part}: expected FILE.py:NAME or one of {', '.join(BUILT_IN)}, python"
+                f"--tools {name}: expected FILE.py:NAME or one of {', '.join(BUILT_IN)}, python"
             )
-        for tool in BUILT_IN.get(part) or [user_tool(part)]:
+        for tool in loaded:
             if tool.name in tools:
                 raise ValueError(f"--tools {spec}: {tool.name} is named twice")
             tools[tool.name] = tool
     if environment and is_class(environment):
-        methods, ours = (
-            method_schemas(environment),
-            not getattr(load_environment(environment), "replayable", True),
-        )
-        if twice := sorted(tools.keys() & methods.keys()):
+        schemas = method_schemas(environment)
+        # if one that is not replayable dies, its sample is lost, whatever the policy has called
+        ours = not getattr(load_environment(environment), "replayable", True)
+        duplicates = sorted(tools.keys() & schemas.keys())
+        if duplicates:
             raise ValueError(
-                f"--environment {environment}: {', '.join(twice)} is one of --tools, too"
+                f"--environment {environment}: {', '.join(duplicates)} is one of --tools, too"
             )
-        tools |= {
-            name: Tool(name, print, methods[name], ours=ours, stateful=True) for name in methods
-        }
+        for name, schema in schemas.items():
+            # the function is never called: a worker finds the method in a live environment
+            tools[name] = Tool(name, print, schema, ours=ours, stateful=True)
     return tools
 
 
 def find_tool(tools: Mapping[str, Tool], name: str) -> Tool | None:
-    return tools.get(name) or next((tool for tool in tools.values() if name in tool.aliases), None)
+    """The tool with this name or alias."""
+    if name in tools:
+        return tools[name]
+    for tool in tools.values():
+        if name in tool.aliases:
+            return tool
+    return None
 
 
 def user_tool(spec: str) -> Tool:
-    """FILE.py:NAME, with the function's attributes `schema`, or one made from its signature, and
-    `ours`."""
+    """The function FILE.py:NAME, with its attributes `ours`, and `schema`, or a schema made from
+    its signature."""
     function = load_function(spec, "--tools")
     try:
-        if any(
-            kind(function)
-            for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isclass)
-        ):
+        if any(is_kind(function) for is_kind in NOT_PLAIN):
             raise ValueError("is called as it stands, and must be a plain function")
-        schema = getattr(function, "schema", None) or make_schema(function, spec.rpartition(":")[2])
-        json.dumps(schema)
-        parameters = schema["function"].get("parameters", {})
-        known = isinstance(parameters.get("properties", {}), dict) and isinstance(
-            schema["function"]["name"], str
-        )
-        if schema["type"] != "function" or not known:
-            raise ValueError(
-                'its schema is not {"type": "function", "function": {name, description, '
-                "parameters}}"
-            )
+        schema = getattr(function, "schema", None)
+        if not schema:
+            schema = make_schema(function, spec.rpartition(":")[2])
+        check_schema(schema)
     except (AttributeError, KeyError, NameError, TypeError, ValueError) as error:
         raise ValueError(f"--tools {spec}: {type(error).__name__}: {error}") from error
-    return Tool(
-        schema["function"]["name"], function, schema, ours=bool(getattr(function, "ours", False))
-    )
+    ours = bool(getattr(function, "ours", False))
+    return Tool(schema["function"]["name"], function, schema, ours=ours)
+
+
+def check_schema(schema: dict) -> None:
+    """ValueError, or what comes of reading it, for a schema that no chat template could show."""
+    json.dumps(schema)
+    function = schema["function"]
+    properties = function.get("parameters", {}).get("properties", {})
+    is_complete = isinstance(properties, dict) and isinstance(function["name"], str)
+    if schema["type"] != "function" or not is_complete:
+        raise ValueError(
+            'its schema is not {"type": "function", "function": {name, description, parameters}}'
+        )
 
 
 def make_schema(function: Callable, name: str) -> dict:
-    """From type hints and docstring: its first paragraph, and the lines "name: text" for
-    parameters."""
-    hints, parameters = get_type_hints(function), inspect.signature(function).parameters
+    """The schema of a function from its type hints and its docstring: the first paragraph, and the
+    lines "parameter: text"."""
+    hints = get_type_hints(function)
+    parameters = inspect.signature(function).parameters
     lines = [line.strip() for line in docstring(function).splitlines()]
-    about = {
-        key: text.strip()
-        for key, colon, text in (line.partition(":") for line in lines)
-        if key in parameters
-    }
-    description = [line for line in takewhile(bool, lines) if line.partition(":")[0] not in about]
+    descriptions: dict[str, str] = {}
+    for line in lines:
+        parameter_name, _, text = line.partition(":")
+        if parameter_name in parameters:
+            descriptions[parameter_name] = text.strip()
+    summary = []
+    for line in takewhile(bool, lines):
+        if line.partition(":")[0] not in descriptions:
+            summary.append(line)
     properties: dict[str, dict] = {}
+    required: list[str] = []
     for parameter in parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
             raise ValueError(
@@ -137,52 +154,67 @@ def make_schema(function: Callable, name: str) -> dict:
         if parameter.name not in hints:
             raise ValueError(f"parameter {parameter.name} has no type hint")
         try:
-            properties[parameter.name] = TypeAdapter(hints[parameter.name]).json_schema()
+            schema = TypeAdapter(hints[parameter.name]).json_schema()
         except PydanticUserError as error:
             raise ValueError(f"no JSON type for the type hint {hints[parameter.name]}") from error
-        if parameter.name in about:
-            properties[parameter.name]["description"] = about[parameter.name]
-    required = [name for name in properties if parameters[name].default is inspect.Parameter.empty]
-    parameters = {"type": "object", "properties": properties, "required": required}
-    function = {"name": name, "description": " ".join(description), "parameters": parameters}
-    return {"type": "function", "function": function}
+        if parameter.name in descriptions:
+            schema["description"] = descriptions[parameter.name]
+        properties[parameter.name] = schema
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": " ".join(summary),
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
+
+
+# --- how a worker calls them ---
+
+
+@dataclass
+class ToolJob:
+    """Call a tool of --tools."""
+
+    name: str
+    arguments: Mapping  # from the policy
+    context: Mapping
+    kwargs: Mapping  # from the row
 
 
 def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping) -> dict:
-    """Fields of the reply, as JSON. What the row must give, and does not, is no error of the
-    policy: `failed`."""
+    """The fields of a reply, as JSON; `failed` if the row lacks an argument, which is no error of
+    the policy."""
     parameters = inspect.signature(tool.function).parameters
-    given = {
-        name: value for name, value in fitting(tool.function, kwargs).items() if value is not None
-    }
-    offered = tool.schema["function"].get("parameters", {})
-    if "context" in parameters and "context" not in offered.get("properties", {}):
-        given["context"] = context
+    schema = tool.schema["function"].get("parameters", {})
+    properties = schema.get("properties", {})
+    row_kwargs = {}
+    for name, value in accepted_kwargs(tool.function, kwargs).items():
+        if value is not None:
+            row_kwargs[name] = value
+    if "context" in parameters and "context" not in properties:
+        row_kwargs["context"] = context
     for name, parameter in parameters.items():
-        needed = parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-        if needed and name not in given and name not in offered.get("properties", {}):
+        is_required = (
+            parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        )
+        if is_required and name not in row_kwargs and name not in properties:
             return {
                 "text": f"the row gives {tool.name} no {name} in extra_info.tools_kwargs",
                 "failed": True,
             }
     try:
-        missing = [
-            name
-            for name in offered.get("required", ())
-            if name not in arguments and name not in given
-        ]
-        unexpected = [name for name in arguments if name not in offered.get("properties", {})]
-        for problem, names in (("missing", missing), ("unexpected", unexpected)):
-            if names:
-                raise ValueError(f"{tool.name}: {problem} arguments: {', '.join(names)}")
-        result = tool.function(**{**given, **arguments})
-        seen = isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], str)
-        text, images, info = (*result, {})[:3] if seen else (result, [], {})
-        if not isinstance(info or {}, dict):
-            raise ValueError(f"{tool.name} returned {info!r:.40} where a dict is expected")
-        text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-        images = [b64encode(encode(image)).decode() for image in images or ()]
-        return {"text": trim(text), "images": images, "info": info or {}}
+        required = [name for name in schema.get("required", ()) if name not in row_kwargs]
+        missing = [name for name in required if name not in arguments]
+        if missing:
+            raise ValueError(f"{tool.name}: missing arguments: {', '.join(missing)}")
+        unexpected = [name for name in arguments if name not in properties]
+        if unexpected:
+            raise ValueError(f"{tool.name}: unexpected arguments: {', '.join(unexpected)}")
+        return reply_fields(tool, tool.function(**{**row_kwargs, **arguments}))
     except MemoryError:
         raise
     except Exception as error:  # whatever it is, the policy reads it and may do better
@@ -190,51 +222,74 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
         return {"text": error_text(text, tool.role), "error": True}
 
 
-def as_reply(sent: dict, tool: Tool) -> ToolReply:
-    """From the fields that `Caller` gives, or {"error": why} of a worker that failed."""
-    if "text" in sent:
-        images = [b64decode(image) for image in sent.get("images", [])]
+def reply_fields(tool: Tool, result: object) -> dict:
+    """What a tool returned as the fields of a reply."""
+    text = result
+    images = None
+    info = None
+    if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], str):
+        text, images = result[:2]
+        info = result[2] if len(result) == 3 else None
+    info = info or {}
+    if not isinstance(info, dict):
+        raise ValueError(f"{tool.name} returned {info!r:.40} where a dict is expected")
+    if not isinstance(text, str):
+        text = json.dumps(text, ensure_ascii=False)
+    encoded = [b64encode(encode(image)).decode() for image in images or ()]
+    return {"text": trim(text), "images": encoded, "info": info}
+
+
+def as_reply(fields: dict, tool: Tool) -> ToolReply:
+    """A reply from the fields that `Caller` returns, or from {"error": reason} of a worker that
+    failed."""
+    if "text" in fields:
         return ToolReply(
-            sent["text"],
-            images,
-            error=sent.get("error", False),
-            failed=sent.get("failed", False),
-            info=sent.get("info", {}),
+            fields["text"],
+            images=[b64decode(image) for image in fields.get("images", [])],
+            error=fields.get("error", False),
+            failed=fields.get("failed", False),
+            info=fields.get("info", {}),
             role=tool.role,
         )
-    why = sent["error"]
-    if tool.ours or why.startswith(NO_WORKER):
-        return ToolReply(why, failed=True, role=tool.role)
-    return ToolReply(error_text(why, tool.role), error=True, role=tool.role)
+    error = fields["error"]
+    if tool.ours or error.startswith(NO_WORKER):
+        return ToolReply(error, failed=True, role=tool.role)
+    return ToolReply(error_text(error, tool.role), error=True, role=tool.role)
 
 
 class Caller:
-    """What a worker does: the fields of a reply to each job."""
+    """A worker's handler: turns a job into the fields of a reply."""
 
     def __init__(self, spec: str):
-        given = json.loads(spec)
-        self.tools, self.methods = load_tools(given["tools"]), given["methods"]
-        self.live, self.function = None, None
-        environment = given["environment"]
+        config = json.loads(spec)
+        self.tools = load_tools(config["tools"])
+        self.methods = config["methods"]  # {name: schema} of the environment's tools
+        self.live: LiveEnvironments | None = None
+        self.function: Callable | None = None
+        environment = config["environment"]
         if environment and is_class(environment):
-            self.live = Live(environment, self.call_method)
+            self.live = LiveEnvironments(environment, self.call_method)
         elif environment:
             self.function = load_function(environment, "--environment")
 
-    def __call__(self, job: tuple) -> dict:
-        name, arguments, context, kwargs = job
-        if isinstance(context, State):
-            try:
-                return self.live.answer(name, arguments, context)
-            except MemoryError:
-                raise
-            except Exception as error:
-                # not of the method that the policy has called: `call_tool` tells of that
-                self.live.end(context.trajectory)  # the sample is lost
-                return {"text": describe(error), "failed": True}
-        if isinstance(context, list):
-            return ask_function(self.function, context, arguments["ground_truth"], kwargs)
-        return call_tool(self.tools[name], arguments, context, kwargs)
+    def __call__(self, job: ToolJob | EnvironmentJob | FunctionJob) -> dict:
+        match job:
+            case ToolJob():
+                return call_tool(self.tools[job.name], job.arguments, job.context, job.kwargs)
+            case EnvironmentJob():
+                return self.call_environment(job)
+            case FunctionJob():
+                return answer_of(self.function, job)
+
+    def call_environment(self, job: EnvironmentJob) -> dict:
+        try:
+            return self.live.answer(job)
+        except MemoryError:
+            raise
+        except Exception as error:
+            # not from the method that the policy has called: `call_tool` reports those
+            self.live.end(job.transcript.trajectory)  # the sample is lost
+            return {"text": describe(error), "failed": True}
 
     def call_method(self, name: str, method: Callable, arguments: Mapping) -> dict:
         return call_tool(Tool(name, method, self.methods[name]), arguments, {}, {})

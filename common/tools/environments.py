@@ -1,9 +1,9 @@
 """What --environment FILE.py:NAME names: a class that plays, or a function that answers
 (docs/environments.md).
 
-The transcript is the state, a live object its cache: each job carries what was called before and
-what came of it. If the object has died with its process, another one is led through the same calls,
-with the same seeds; if it says something else, or has `replayable = False`, the sample is lost.
+The transcript is the state, and a live object its cache: each job carries the earlier calls and
+what they returned. If the object has died with its process, a new one repeats these calls with the
+same seeds. If it returns something else, or has `replayable = False`, the sample is lost.
 """
 
 import inspect
@@ -12,27 +12,51 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.types import trim
 from common.workers.pool import load_function
 from common.workers.process import describe
 
 RESET, CLOSE = "reset()", "close()"  # no tool has such a name
-LARGEST = 1e6  # reward of a turn
+MAX_REWARD = 1e6  # of a turn, in magnitude
 NO_TOOLS = {"reset", "close", "reward", "get_reward", "done"}
+MISSING = object()
+
+
+class PastCall(NamedTuple):
+    method: str
+    arguments: dict
+    text: str  # what it returned
 
 
 @dataclass
-class State:
-    """What an object of an environment has gone through."""
+class Transcript:
+    """What an environment has gone through in a trajectory."""
 
-    trajectory: int
+    trajectory: int  # its key
     seed: str
     columns: dict[str, Any]  # of its row
-    opening: str = ""  # what `reset` has said
-    # method, arguments, what came of it
-    calls: list[tuple[str, dict, str]] = field(default_factory=list)
+    opening: str = ""  # what `reset` returned
+    calls: list[PastCall] = field(default_factory=list)
+
+
+@dataclass
+class EnvironmentJob:
+    """Call a method of an environment, or RESET, or CLOSE."""
+
+    method: str
+    arguments: dict
+    transcript: Transcript
+
+
+@dataclass
+class FunctionJob:
+    """Let the function answer the last of the messages."""
+
+    messages: list[dict]
+    ground_truth: Any
+    kwargs: dict
 
 
 def is_class(spec: str) -> bool:
@@ -42,10 +66,10 @@ def is_class(spec: str) -> bool:
 
 def load_environment(spec: str) -> type:
     """The class of --environment FILE.py:NAME. ValueError for one without a method reset."""
-    kind = load_function(spec, "--environment")
-    if not callable(getattr(kind, "reset", None)):
+    environment = load_function(spec, "--environment")
+    if not callable(getattr(environment, "reset", None)):
         raise ValueError(f"--environment {spec}: expected a class with a method reset")
-    return kind
+    return environment
 
 
 def method_schemas(spec: str) -> dict[str, dict]:
@@ -53,19 +77,19 @@ def method_schemas(spec: str) -> dict[str, dict]:
     description."""
     from common.torch_repair import transformers  # not in workers: it takes seconds
 
-    kind = load_environment(spec)
-    schemas = {}
-    for name, method in inspect.getmembers(kind, inspect.isfunction):
+    schemas: dict[str, dict] = {}
+    for name, method in inspect.getmembers(load_environment(spec), inspect.isfunction):
         if name.startswith("_") or name in NO_TOOLS or not method.__doc__:
             continue
         method.__doc__ = docstring(method)
         try:
             if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
                 raise ValueError("is called as it stands, and must be a plain method")
-            schemas[name] = transformers.utils.get_json_schema(method)
-        except Exception as error:  # of its own kinds
+            schema = transformers.utils.get_json_schema(method)
+        except Exception as error:  # transformers has exceptions of its own
             raise ValueError(f"--environment {spec}: {name}: {error}") from error
-        schemas[name]["function"].pop("return", None)
+        schema["function"].pop("return", None)
+        schemas[name] = schema
     if not schemas:
         raise ValueError(
             f"--environment {spec}: no public method with a docstring, which the policy could call"
@@ -74,120 +98,145 @@ def method_schemas(spec: str) -> dict[str, dict]:
 
 
 def docstring(function: Callable) -> str:
-    """With "n: how far" for "n (int): how far", since hints tell the types."""
+    """The docstring without types: "n: how far" for "n (int): how far". Hints give the types."""
     return re.sub(r"(?m)^(\s*\w+) \([^)\n]*\):", r"\1:", inspect.getdoc(function) or "")
 
 
-def fitting(function: Callable, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that it takes."""
-    named = inspect.signature(function).parameters
-    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in named.values())
-    return {name: value for name, value in given.items() if takes_all or name in named}
+def accepted_kwargs(function: Callable, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that the function accepts."""
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            return dict(kwargs)
+    return {name: value for name, value in kwargs.items() if name in parameters}
 
 
-def read(thing: object, *names: str) -> Any:
-    """The first of these attributes that there is, called if it is a method; None if there is
-    none."""
-    # a property that raises an AttributeError is there, whatever hasattr says
-    there = (
-        name
-        for name in names
-        if inspect.getattr_static(thing, name, read) is not read or hasattr(thing, name)
-    )
-    value = next((getattr(thing, name) for name in there), None)
-    return value() if callable(value) else value
+def first_attribute(thing: object, *names: str) -> Any:
+    """The first of these attributes that exists, called if it is a method; None if none exists."""
+    for name in names:
+        # hasattr alone would overlook a property that raises an AttributeError
+        is_defined = inspect.getattr_static(thing, name, MISSING) is not MISSING
+        if is_defined or hasattr(thing, name):
+            value = getattr(thing, name)
+            return value() if callable(value) else value
+    return None
 
 
-class Live:
-    """The objects of a worker, by their trajectories. `call(name, method, arguments)` gives the
-    fields of a reply."""
+class LiveEnvironments:
+    """The environments of a worker, by the key of their trajectory.
 
-    def __init__(self, spec: str, call: Callable[[str, Callable, dict], dict]):
-        self.kind, self.call = load_environment(spec), call
-        self.objects: dict[int, Any] = {}
-        self.steps: dict[int, int] = {}  # calls of each so far
+    call_method(name, method, arguments) returns the fields of a reply.
+    """
 
-    def answer(self, name: str, arguments: Mapping, state: State) -> dict:
-        """Fields of a reply; `failed` if the sample is lost."""
-        if name == RESET:
-            return {"text": self.reset(state), "images": [], "info": {}}
-        number = state.trajectory
-        if self.steps.get(number) != len(state.calls) and (problem := self.rebuild(state)):
-            self.end(number)
-            return {"text": problem, "failed": True}
-        if name == CLOSE:
-            try:
-                reward = read(self.objects[number], "reward", "get_reward")
-            finally:
-                self.end(number)
-            if reward is not None and not isfinite(reward := float(reward)):
-                return {"text": f"the environment's reward is {reward}", "failed": True}
-            return {"text": "", "images": [], "info": {"reward": reward}}
-        return self.step(name, arguments, state)
+    def __init__(self, spec: str, call_method: Callable[[str, Callable, Mapping], dict]):
+        self.environment_class = load_environment(spec)
+        self.call_method = call_method
+        self.environments: dict[int, Any] = {}
+        self.num_calls: dict[int, int] = {}
 
-    def reset(self, state: State) -> str:
-        """A new object; what its `reset` says."""
-        self.end(state.trajectory)
-        seed(state, 0)
-        thing = self.objects[state.trajectory] = self.kind()
-        said = thing.reset(**fitting(thing.reset, state.columns))
-        if not isinstance(said, str | None):
-            raise TypeError(f"reset returned {said!r:.80}, expected a text or None")
-        self.steps[state.trajectory] = 0
-        return trim(said or "")
+    def answer(self, job: EnvironmentJob) -> dict:
+        """The fields of a reply; `failed` if the sample is lost."""
+        transcript = job.transcript
+        key = transcript.trajectory
+        if job.method == RESET:
+            return {"text": self.reset(transcript), "images": [], "info": {}}
+        if self.num_calls.get(key) != len(transcript.calls):
+            problem = self.rebuild(transcript)
+            if problem:
+                self.end(key)
+                return {"text": problem, "failed": True}
+        if job.method == CLOSE:
+            return self.final_reward(key)
+        return self.step(job.method, job.arguments, transcript)
 
-    def step(self, name: str, arguments: Mapping, state: State) -> dict:
-        number = state.trajectory
-        self.steps[number] += 1
-        seed(state, self.steps[number])
-        reply = self.call(name, getattr(self.objects[number], name), arguments)
-        done = bool(read(self.objects[number], "done"))
-        return reply | {"info": reply.get("info", {}) | {"step": self.steps[number], "done": done}}
+    def reset(self, transcript: Transcript) -> str:
+        """A new environment; returns its opening."""
+        key = transcript.trajectory
+        self.end(key)
+        seed(transcript, 0)
+        environment = self.environment_class()
+        self.environments[key] = environment
+        opening = environment.reset(**accepted_kwargs(environment.reset, transcript.columns))
+        if not isinstance(opening, str | None):
+            raise TypeError(f"reset returned {opening!r:.80}, expected a text or None")
+        self.num_calls[key] = 0
+        return trim(opening or "")
 
-    def rebuild(self, state: State) -> str:
-        """Lead a new object through the transcript. Returns why that cannot be done, if so."""
-        if not getattr(self.kind, "replayable", True):
+    def step(self, name: str, arguments: Mapping, transcript: Transcript) -> dict:
+        key = transcript.trajectory
+        environment = self.environments[key]
+        self.num_calls[key] += 1
+        seed(transcript, self.num_calls[key])
+        reply = self.call_method(name, getattr(environment, name), arguments)
+        done = bool(first_attribute(environment, "done"))
+        info = reply.get("info", {}) | {"step": self.num_calls[key], "done": done}
+        return reply | {"info": info}
+
+    def rebuild(self, transcript: Transcript) -> str:
+        """Repeat the transcript with a new environment. Returns what is wrong, or ""."""
+        if not getattr(self.environment_class, "replayable", True):
             return "the environment has died, and is not replayable"
-        same = self.reset(state) == state.opening
-        same = same and all(
-            self.step(name, given, state)["text"] == text for name, given, text in state.calls
-        )
-        return "" if same else "the environment has died, and repeats itself differently"
+        different = "the environment has died, and repeats itself differently"
+        if self.reset(transcript) != transcript.opening:
+            return different
+        for call in transcript.calls:
+            reply = self.step(call.method, call.arguments, transcript)
+            if reply["text"] != call.text:
+                return different
+        return ""
 
-    def end(self, number: int) -> None:
-        self.steps.pop(number, None)
+    def final_reward(self, key: int) -> dict:
+        """Its reward as fields of a reply; the environment is closed."""
         try:
-            getattr(self.objects.pop(number, None), "close", lambda: None)()
+            reward = first_attribute(self.environments[key], "reward", "get_reward")
+        finally:
+            self.end(key)
+        if reward is not None:
+            reward = float(reward)
+            if not isfinite(reward):
+                return {"text": f"the environment's reward is {reward}", "failed": True}
+        return {"text": "", "images": [], "info": {"reward": reward}}
+
+    def end(self, key: int) -> None:
+        self.num_calls.pop(key, None)
+        environment = self.environments.pop(key, None)
+        try:
+            if hasattr(environment, "close"):
+                environment.close()
         except Exception as error:  # the trajectory is over, and its result known
             print(f"warning: close of the environment: {describe(error)}")
 
     def close(self) -> None:
-        for number in list(self.objects):
-            self.end(number)
+        for key in list(self.environments):
+            self.end(key)
 
 
-def seed(state: State, step: int) -> None:
-    """Random numbers depend on the row and the call alone: the same in all samples of a group, and
-    in a repetition."""
+def seed(transcript: Transcript, step: int) -> None:
+    """Seed random numbers by the row and the number of the call alone: all samples of a group, and
+    a repetition, draw the same."""
     import numpy as np  # tools need none
 
-    random.seed(f"{state.seed}/{step}")
+    random.seed(f"{transcript.seed}/{step}")
     np.random.seed(random.getrandbits(32))
 
 
-def ask_function(
-    function: Callable, messages: list[dict], ground_truth: object, kwargs: Mapping
-) -> dict:
-    """Fields of what a function answers; info: {"ends": has it nothing to say, "reward": of the
-    turn or None}."""
-    result = function(messages, ground_truth, **fitting(function, kwargs))
-    text, reward = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(text, str | None) or not (
-        reward is None or abs(reward := float(reward)) <= LARGEST
-    ):
+def answer_of(function: Callable, job: FunctionJob) -> dict:
+    """The function's answer as fields of a reply; info: {"ends": it has nothing to say, "reward":
+    of the turn, or None}."""
+    kwargs = accepted_kwargs(function, job.kwargs)
+    result = function(job.messages, job.ground_truth, **kwargs)
+    text = result
+    reward = None
+    if isinstance(result, tuple) and len(result) == 2:
+        text, reward = result
+    is_valid = isinstance(text, str | None)
+    if is_valid and reward is not None:
+        reward = float(reward)
+        is_valid = abs(reward) <= MAX_REWARD
+    if not is_valid:
         raise TypeError(
             f"it returned {result!r:.80}, expected a text or None, or (that, a number up to "
-            f"{LARGEST:g})"
+            f"{MAX_REWARD:g})"
         )
     return {
         "text": trim(text or ""),

@@ -1,30 +1,63 @@
-"""Looking closer: cropping an image, selecting frames of a video.
+"""Looking closer: crop an image, or select frames of a video.
 
 Pictures are numbered from 1 in the order in which the policy has seen them, and a number keeps its
-meaning: each frame of a video has one, then come crops and selected frames. With a video of 16
-frames target_image 3 is its third frame, and the first frame selected from it is "Numbered 17".
-With one image in the prompt that is 1, and its first crop 2.
-"""
+meaning. Each frame of a video has one; crops and selected frames follow. With a video of 16 frames
+target_image 3 is its third frame, and the first frame selected from it is "Numbered 17". With one
+image in the prompt that is 1, and its first crop 2.
 
-import json
-from pathlib import Path
+`context` is that of `ToolWorkers.submit`.
+"""
 
 from common.pictures import decode, shown
 
-# what the policy is told: crop, select
-SCHEMAS = json.loads(Path(__file__).with_name("visual.json").read_text())
 PADDING = 0.1  # of the picture, added on each side of a box: policies draw them too tight
-MIN_CROP = 28  # a crop has more pixels than that on both sides
+MIN_CROP = 28  # pixels; both sides of a crop have more
 MAX_FRAMES = 8  # as its schema says
 
-
-def whole(value: object, name: str, most: int) -> int:
-    """2 and 2.0 as 2, up to `most`; ValueError for everything else."""
-    if type(value) is not int and not (type(value) is float and value.is_integer()):
-        raise ValueError(f"{name} must be an integer, got {value!r:.40}")
-    if not 1 <= value <= most:
-        raise ValueError(f"{name} must be within [1,{most}], got {int(value)!r:.40}")
-    return int(value)
+CROP_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "crop_image_normalized",
+        "description": "Zoom in on a part of an image, given by its bounding box. Useful when an "
+        "object or a text is too small to be seen.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "bbox_2d": {
+                    "type": "array",
+                    "items": {"type": "number"},
+                    "description": "[x1,y1,x2,y2], the left, top, right and bottom edge of the "
+                    "part to zoom in on. Values should be within [0.0,1.0].",
+                },
+                "target_image": {
+                    "type": "number",
+                    "description": "Index of the image to crop, from 1 to the number of images; "
+                    "1 is the original.",
+                },
+            },
+            "required": ["bbox_2d", "target_image"],
+        },
+    },
+}
+SELECT_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "select_frames",
+        "description": "Select frames from a video.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "target_frames": {
+                    "type": "array",
+                    "items": {"type": "integer", "description": "Frame index from 1 to 16."},
+                    "description": "Indices of the frames to select, no more than 8 frames in "
+                    "total.",
+                }
+            },
+            "required": ["target_frames"],
+        },
+    },
+}
 
 
 def crop_image_normalized(
@@ -32,57 +65,51 @@ def crop_image_normalized(
 ) -> tuple[str, list, dict]:
     """Cut the padded box out of a picture, at its own resolution.
 
-    info: {"target": which of the media, from 0; "frame": which frame of it, from 1; "box": cut out,
-    in [0, 1]}.
+    bbox_2d: fractions of the picture, or, from 2 on, pixels of the picture as it was shown.
+    Returns (text, [crop], info) with info {"target": which of the media, from 0; "frame": which
+    frame of it, from 1; "box": what was cut out, in [0, 1]}.
     """
-    pictures = [
-        (m, f) for m, medium in enumerate(context["media"]) for f in range(len(medium["frames"]))
-    ]
-    number = whole(target_image, "target_image", len(pictures))
-    numbers = isinstance(bbox_2d, list) and all(
-        type(value) in (int, float) and 0 <= value < 1e9 for value in bbox_2d
-    )
-    if (
-        not numbers
-        or len(bbox_2d) != 4
-        or not (bbox_2d[0] < bbox_2d[2] and bbox_2d[1] < bbox_2d[3])
-    ):
-        raise ValueError(
-            "bbox_2d must be four numbers [x1,y1,x2,y2] with 0 <= x1 < x2 and 0 <= y1 < y2, "
-            f"and values within [0.0,1.0]; got {bbox_2d!r:.80}"
-        )
+    pictures = []  # (which of the media, which frame of it)
+    for index, medium in enumerate(context["media"]):
+        for frame in range(len(medium["frames"])):
+            pictures.append((index, frame))
+    number = to_index(target_image, "target_image", len(pictures))
+    check_box(bbox_2d)
     target, frame = pictures[number - 1]
     medium = context["media"][target]
     image = decode(medium["frames"][frame])
-    # From 2 on they are pixels, of what the policy was shown.
-    width, height = (1, 1) if max(bbox_2d) < 2 else shown(image.size, medium["kind"], context)
-    x1, y1, x2, y2 = (
-        bbox_2d[0] / width,
-        bbox_2d[1] / height,
-        bbox_2d[2] / width,
-        bbox_2d[3] / height,
-    )
-    if x1 >= 1 or y1 >= 1:
+
+    width, height = 1, 1
+    if max(bbox_2d) >= 2:
+        width, height = shown(image.size, medium["kind"], context)
+    x1, y1, x2, y2 = bbox_2d
+    if x1 / width >= 1 or y1 / height >= 1:
         raise ValueError(f"bbox_2d {bbox_2d} lies outside the image, which is {width}x{height}")
     box = [
-        max(0.0, x1 - PADDING),
-        max(0.0, y1 - PADDING),
-        min(1.0, x2 + PADDING),
-        min(1.0, y2 + PADDING),
+        max(0.0, x1 / width - PADDING),
+        max(0.0, y1 / height - PADDING),
+        min(1.0, x2 / width + PADDING),
+        min(1.0, y2 / height + PADDING),
     ]
-    pixels = [round(value * side) for value, side in zip(box, image.size * 2)]
-    crop_width, crop_height = pixels[2] - pixels[0], pixels[3] - pixels[1]
+    left, top, right, bottom = (round(edge * side) for edge, side in zip(box, image.size * 2))
+    crop_width = right - left
+    crop_height = bottom - top
     if crop_width <= MIN_CROP or crop_height <= MIN_CROP:
         raise ValueError(f"Cropped image is too small: {crop_width}x{crop_height}")
-    width, height = shown((crop_width, crop_height), "image", context)
-    text = f"\nHere is the cropped image (Image Size: {width}x{height}):"
-    return text, [image.crop(pixels)], {"target": target, "frame": frame + 1, "box": box}
+    crop = image.crop((left, top, right, bottom))
+    shown_width, shown_height = shown((crop_width, crop_height), "image", context)
+    text = f"\nHere is the cropped image (Image Size: {shown_width}x{shown_height}):"
+    return text, [crop], {"target": target, "frame": frame + 1, "box": box}
 
 
 def select_frames(target_frames: list, context: dict) -> tuple[str, list, dict]:
-    """Frames of the first video again. info: {"target": which of the media, from 0; "frames":
-    which, from 1}."""
-    videos = [m for m, medium in enumerate(context["media"]) if medium["kind"] == "video"]
+    """Show frames of the first video again.
+
+    Returns (text, frames, info) with info {"target": which of the media, from 0; "frames": which
+    frames, from 1}.
+    """
+    media = context["media"]
+    videos = [index for index, medium in enumerate(media) if medium["kind"] == "video"]
     if not videos:
         raise ValueError(
             "There is no video to select frames from. To look closer at an image, "
@@ -93,18 +120,42 @@ def select_frames(target_frames: list, context: dict) -> tuple[str, list, dict]:
             f"target_frames must be a list of frame indices, got {target_frames!r:.80}"
         )
     if len(target_frames) > MAX_FRAMES:
-        selected = f"You have selected {len(target_frames)} frames in total."
         raise ValueError(
-            f"{selected} Think again which frames you need: no more than {MAX_FRAMES}."
+            f"You have selected {len(target_frames)} frames in total. Think again which frames "
+            f"you need: no more than {MAX_FRAMES}."
         )
-    frames = context["media"][videos[0]]["frames"]
-    indices = [whole(value, "a frame index", len(frames)) for value in target_frames]
+    frames = media[videos[0]]["frames"]
+    indices = [to_index(value, "a frame index", len(frames)) for value in target_frames]
     selected = [frames[index - 1] for index in indices]
     width, height = shown(decode(selected[0]).size, "video", context)
-    first = sum(len(medium["frames"]) for medium in context["media"]) + 1
-    last = first + len(selected) - 1
+    num_pictures = sum(len(medium["frames"]) for medium in media)
+    first = num_pictures + 1
+    last = num_pictures + len(selected)
     text = (
-        f"\nHere are the selected frames (Frame Size: {width}x{height}, Numbered {first} "
-        f"to {last}):"
+        f"\nHere are the selected frames (Frame Size: {width}x{height}, "
+        f"Numbered {first} to {last}):"
     )
     return text, selected, {"target": videos[0], "frames": indices}
+
+
+def to_index(value: object, name: str, maximum: int) -> int:
+    """A number of a picture, 2 or 2.0, as an integer from 1 to `maximum`. ValueError for anything
+    else."""
+    is_float = type(value) is float and value.is_integer()
+    if type(value) is not int and not is_float:
+        raise ValueError(f"{name} must be an integer, got {value!r:.40}")
+    if not 1 <= value <= maximum:
+        raise ValueError(f"{name} must be within [1,{maximum}], got {int(value)!r:.40}")
+    return int(value)
+
+
+def check_box(box: object) -> None:
+    """ValueError for anything but four numbers with x1 < x2 and y1 < y2."""
+    is_list = isinstance(box, list) and len(box) == 4
+    is_valid = is_list and all(type(x) in (int, float) and 0 <= x < 1e9 for x in box)
+    if is_valid and box[0] < box[2] and box[1] < box[3]:
+        return
+    raise ValueError(
+        "bbox_2d must be four numbers [x1,y1,x2,y2] with 0 <= x1 < x2 and 0 <= y1 < y2, "
+        f"and values within [0.0,1.0]; got {box!r:.80}"
+    )

@@ -1,5 +1,4 @@
-"""A user's functions in processes of their own: how they are found, and a pool of workers that run
-them."""
+"""A user's functions run in processes of their own: a pool of them, and how a function is found."""
 
 import importlib.util
 import os
@@ -17,19 +16,20 @@ from common.ending import at_end
 from common.progress import Progress
 from common.workers.process import USER_MODULE, Worker, describe
 
-SHARE = 4  # homes that a worker has before there is another one
+SHARE = 4  # homes of a worker before another one is started for the next home
+NO_WORKER = "no worker starts"  # how the error of a job begins that no process could take
 
 
 class Pool:
     """At most `most` workers that turn jobs into replies, `at_once` of them at the same time.
 
-    One is started at once, to see whether it starts; the others when there is a job for them. Jobs
-    with the same `home` go to the same worker, which may keep something for the next; one gets
-    `share` homes before there is another. A job that fails has the reply {"error": why}. ValueError
-    if the first worker does not start; if a later one does not, that costs the job it would have
-    got, and it is tried again with the next.
+    The first is started by the constructor, which raises a ValueError if it does not start; the
+    others when there is a job for them. Jobs with the same `home` go to the same worker, which may
+    keep a state for the next one; a worker gets `share` homes before another one is started. The
+    reply to a job that fails is {"error": reason}. If a later worker does not start, that costs the
+    job that it would have got, and it is started again for the next.
 
-    A worker is a `Worker`, or has what is used of one here.
+    A worker is a `Worker`, or has the attributes and methods that are used here.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Pool:
         share: int = SHARE,
         at_once: float = inf,
     ):
-        """trouble: what is said of a worker that does not start."""
+        """trouble: the message about a worker that does not start."""
         if most < 1:
             raise ValueError(f"workers: got {most}")
         self.trouble = trouble
@@ -50,17 +50,20 @@ class Pool:
         self.at_once = at_once
         self.queue: deque[tuple[Hashable, Any]] = deque()
         self.homes: dict[Hashable, Worker] = {}
-        self.works = False
+        self.works = False  # has any worker started?
         self.workers = [self.new_worker()]
         while not self.workers[0].ready():
             self._collect(inf)
         self.works = True
-        at_end.callback(self.close)  # and with it what is under way, or was started
+        at_end.callback(self.close)
 
     @property
     def pending(self) -> int:
-        """Jobs without a reply so far."""
-        return len(self.queue) + sum(worker.busy + len(worker.queue) for worker in self.workers)
+        """The number of jobs without a reply so far."""
+        num_jobs = len(self.queue)
+        for worker in self.workers:
+            num_jobs += len(worker.queue) + worker.busy
+        return num_jobs
 
     def submit(self, key: Hashable, job: Any, home: Hashable = None) -> None:
         queue = self.queue if home is None else self._home(home).queue
@@ -68,8 +71,8 @@ class Pool:
         self._hand_out()
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Any]]:
-        """(key, reply) of what has finished; waits that long for the first, but not if nothing is
-        pending."""
+        """(key, reply) of what has finished. Waits up to `timeout_s` for the first, but not if
+        nothing is pending."""
         end = time.monotonic() + timeout_s
         while True:
             done = self._collect(end)
@@ -78,8 +81,8 @@ class Pool:
                 return done
 
     def run(self, jobs: Sequence, label: str) -> list[dict]:
-        """The replies of all jobs, in their order. Earlier jobs, of what an exception has ended,
-        are forgotten."""
+        """The replies of all jobs, in their order. Jobs that an exception has left behind are
+        dropped."""
         self.queue.clear()
         for worker in self.workers:
             worker.queue.clear()
@@ -96,23 +99,22 @@ class Pool:
         return [replies[number] for number in range(len(jobs))]
 
     def close(self) -> None:
-        """End the workers, as the end of the run does. Those of a killed trainer are killed, with
-        nothing closed."""
+        """End the workers, as the end of the run does. If the trainer is killed, they are, too, and
+        their handlers are not closed."""
         for worker in self.workers:
             worker.hang_up()
         for worker in self.workers:
             worker.stop()
 
     def _home(self, home: Hashable) -> Worker:
-        """The worker of a home; a new home gets the one that has fewest, or a new one if all have
-        enough."""
+        """The worker of a home. A new home gets the worker with the fewest, or a new worker if all
+        have their share."""
         if home not in self.homes:
-            used = Counter(self.homes.values())
-            if len(self.workers) < self.most and all(
-                used[worker] >= self.share for worker in self.workers
-            ):
+            num_homes = Counter(self.homes.values())
+            all_full = all(num_homes[worker] >= self.share for worker in self.workers)
+            if all_full and len(self.workers) < self.most:
                 self.workers.append(self.new_worker())
-            self.homes[home] = min(self.workers, key=lambda worker: used[worker])
+            self.homes[home] = min(self.workers, key=lambda worker: num_homes[worker])
         return self.homes[home]
 
     def _hand_out(self) -> None:
@@ -122,36 +124,39 @@ class Pool:
             if queue and free > 0 and worker.ready():
                 worker.take(*queue.popleft())
                 free -= 1
-        # they start, or `at_once` work already
-        num_free = sum(not worker.busy for worker in self.workers)
-        for _ in range(min(self.most - len(self.workers), len(self.queue) - num_free)):
+        # workers that are not busy start, or wait because `at_once` are: they get the next jobs
+        num_waiting = sum(not worker.busy for worker in self.workers)
+        num_new = min(self.most - len(self.workers), len(self.queue) - num_waiting)
+        for _ in range(num_new):
             self.workers.append(self.new_worker())
 
     def _collect(self, until: float) -> list[tuple[Hashable, Any]]:
-        """Wait for the next reply or deadline, but not longer than `until`, and take what there
-        is."""
-        waiting = [worker for worker in self.workers if worker.deadline < inf]
-        sources = [source for worker in waiting for source in worker.sources]
-        patience = min([until, *(worker.deadline for worker in waiting)]) - time.monotonic()
-        # what asks, asks again; the system call takes no week
-        patience = min(max(0.0, patience), 3600.0)
+        """Wait for the next reply or deadline, but not longer than `until`. Returns (key, reply) of
+        what has finished."""
+        active = [worker for worker in self.workers if worker.deadline < inf]
+        sources = []
+        for worker in active:
+            sources += worker.sources
+            until = min(until, worker.deadline)
         if sources:
-            wait(sources, patience)
+            # not infinite, which the system call refuses: the caller comes again
+            patience_s = min(max(0.0, until - time.monotonic()), 3600.0)
+            wait(sources, patience_s)
         done = []
-        for worker in waiting:
+        for worker in active:
             key = worker.key
             try:
                 reply = worker.poll()
             except ValueError as error:
-                done += self._failed_start(worker, str(error))
+                done += self._on_failed_start(worker, str(error))
                 continue
             if reply is not None:
                 done.append((key, reply))
         return done
 
-    def _failed_start(self, worker: Worker, error: str) -> list[tuple[Hashable, Any]]:
-        """The reply to the job that the worker would have got. ValueError if none has started so
-        far."""
+    def _on_failed_start(self, worker: Worker, error: str) -> list[tuple[Hashable, Any]]:
+        """[(key, reply)] of the job that the worker would have got, if there is one. ValueError if
+        no worker has started so far."""
         if not self.works:
             raise ValueError(f"{self.trouble}: {error}")
         print(f"warning: {self.trouble}: {error}", flush=True)
@@ -159,12 +164,12 @@ class Pool:
         if not queue:
             return []
         key, _ = queue.popleft()
-        return [(key, {"error": f"no worker starts: {error}"})]
+        return [(key, {"error": f"{NO_WORKER}: {error}"})]
 
 
 def load_function(spec: str, flag: str) -> Callable:
-    """The function NAME of the file FILE.py, from "FILE.py:NAME"; a file is run once. ValueErrors
-    name the flag."""
+    """The function NAME of the file FILE.py, from "FILE.py:NAME". A file is executed once.
+    ValueErrors name the flag."""
     file, _, name = spec.rpartition(":")
     if not file or not name.isidentifier():
         raise ValueError(f"{flag} {spec}: expected FILE.py:NAME")

@@ -39,7 +39,7 @@ def crop_image_normalized(bbox_2d: list, target_image: float, context):
     time.sleep(float(os.environ["DELAY"]))
     return visual.crop_image_normalized(bbox_2d, target_image, context)
 
-crop_image_normalized.schema = visual.SCHEMAS["crop"]
+crop_image_normalized.schema = visual.CROP_SCHEMA
 """
 
 
