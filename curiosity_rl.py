@@ -34,6 +34,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,7 +60,7 @@ from common.logger import open_logger
 from common.metrics import Means, rollout_means, rollout_metrics
 from common.models import sync_engine
 from common.optimizer import lr_factor
-from common.packing import Minibatch, Packer, TokenIndex
+from common.packing import Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
 from common.progress import Progress, say
 from common.rollout.dumps import load_rollouts, replayed_micro_batch_tokens
@@ -327,6 +328,24 @@ class Tokens:
         return Tokens(**{name: values[index] for name, values in vars(self).items()})
 
 
+def split_minibatches(
+    episodes: list[Episode], prompts: list[int], count: int, seed: int, step: int
+) -> list[list[int]]:
+    """Numbers of the episodes of each minibatch.
+
+    The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` runs.
+    """
+    generator = np.random.Generator(np.random.PCG64([seed, step]))
+    offset = generator.integers(max(1, len(prompts)))
+    minibatch_of: dict[int, int] = {}
+    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
+        minibatch_of[prompt] = place * count // len(prompts)
+    minibatches: list[list[int]] = [[] for _ in range(count)]
+    for number, episode in enumerate(episodes):
+        minibatches[minibatch_of[episode.prompt_index]].append(number)
+    return minibatches
+
+
 def backward(
     policy: torch.nn.Module,
     minibatch: Minibatch,
@@ -512,9 +531,9 @@ def main(args: Args, demo: bool = False) -> None:
         # 4. update
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        minibatches = packer.minibatches(
-            episodes, index, args.minibatches, seed=args.run.seed, step=step
-        )
+        prompts = prompts_of_all_ranks(episodes)
+        split = split_minibatches(episodes, prompts, args.minibatches, args.run.seed, step)
+        minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward
             packer.fill(tokens.old_logprobs, policy, minibatches[1:], args.rollout.temperature)

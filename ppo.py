@@ -32,6 +32,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,9 +59,9 @@ from common.hub import load_tokenizer, resolve_model
 from common.job import Job
 from common.logger import open_logger
 from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
-from common.models import sync_engine
+from common.models import hidden_states, sync_engine
 from common.optimizer import lr_factor
-from common.packing import Minibatch, Packer, TokenIndex
+from common.packing import MicroBatch, Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
 from common.progress import Progress, say
 from common.rewards.model import RewardModel, check_reward_model
@@ -79,7 +80,7 @@ from common.rollout.opening import (
 from common.rollout.rollouts import Rollouts
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
 from common.types import Episode
-from common.vision import load_vision
+from common.vision import Vision, load_vision
 
 
 @dataclass
@@ -153,6 +154,28 @@ DEMO = Args(
     ),
     run=Run(model="tiny", total_steps=56),
 )
+
+
+class Critic(torch.nn.Module):
+    """A backbone of its own with a scalar head. The head is zero at first, and so are all
+    values."""
+
+    def __init__(self, model: torch.nn.Module, attention: str, vision: Vision | None = None):
+        super().__init__()
+        self.model = model.base_model
+        self.attention = attention
+        self.vision = vision
+        # they have no data if the model is on the meta device
+        embeddings = self.model.get_input_embeddings().weight
+        dtype = torch.promote_types(embeddings.dtype, torch.float32)
+        self.head = torch.nn.Parameter(torch.zeros(embeddings.shape[1], dtype=dtype))
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Value [N], float32, of the state in which each trained token was chosen: that at the
+        token before it."""
+        hidden = hidden_states(self.model, batch, self.attention, self.vision)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return (hidden.to(dtype) * self.head.to(dtype)).sum(-1)
 
 
 def shaped_scores(
@@ -384,6 +407,24 @@ def policy_loss(
         kl = kl_estimate(logprobs, tokens.ref_logprobs, tokens.old_logprobs, args.kl_estimator)
         loss = loss + args.kl_loss_coef * kl
     return loss, clipped
+
+
+def split_minibatches(
+    episodes: list[Episode], prompts: list[int], count: int, seed: int, step: int
+) -> list[list[int]]:
+    """Numbers of the episodes of each minibatch.
+
+    The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` runs.
+    """
+    generator = np.random.Generator(np.random.PCG64([seed, step]))
+    offset = generator.integers(max(1, len(prompts)))
+    minibatch_of: dict[int, int] = {}
+    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
+        minibatch_of[prompt] = place * count // len(prompts)
+    minibatches: list[list[int]] = [[] for _ in range(count)]
+    for number, episode in enumerate(episodes):
+        minibatches[minibatch_of[episode.prompt_index]].append(number)
+    return minibatches
 
 
 def backward(
@@ -650,7 +691,7 @@ def main(args: Args, demo: bool = False) -> None:
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     optimizers = {"policy": optimizer}
     if training:
-        critic = job.load_critic(critic_folder)
+        critic = job.load_critic(critic_folder, Critic)
         critic_optimizer = job.adamw(critic, args.weight_decay, args.max_grad_norm, prefix="value")
         optimizers["critic"] = critic_optimizer
     packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
@@ -699,9 +740,9 @@ def main(args: Args, demo: bool = False) -> None:
         # 4. update
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        minibatches = packer.minibatches(
-            episodes, index, args.minibatches, seed=args.run.seed, step=step
-        )
+        prompts = prompts_of_all_ranks(episodes)
+        split = split_minibatches(episodes, prompts, args.minibatches, args.run.seed, step)
+        minibatches = packer.minibatches(episodes, index, split)
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward, if nothing

@@ -137,7 +137,7 @@ def evaluate(
     for start in Progress("evaluation", range(0, len(rows), args.batch_size)):
         episodes = episodes_of(data, rows[start : start + args.batch_size], packer.world)
         minibatches = packer.minibatches(
-            episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=start
+            episodes, TokenIndex(episodes), [list(range(len(episodes)))]
         )
         for minibatch in minibatches:
             for batch in minibatch.micro_batches:
@@ -294,7 +294,7 @@ def main(args: Args, demo: bool = False) -> None:
         with watch("data"):
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
             minibatches = packer.minibatches(
-                episodes, TokenIndex(episodes), 1, seed=args.run.seed, step=step
+                episodes, TokenIndex(episodes), [list(range(len(episodes)))]
             )
         if not minibatches:
             raise SystemExit(

@@ -54,7 +54,7 @@ from common.manifest import (
     weights_identity,
 )
 from common.memory.plan import memory_plan
-from common.models import Critic, check_model, load_policy
+from common.models import check_model, load_policy
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
@@ -190,11 +190,11 @@ class Job:
         policy = load_policy(self.path, from_scratch=from_scratch, **options)
         return policy.to(self.world.device)  # its buffers follow
 
-    def load_critic(self, path: str) -> nn.Module:
-        """A critic, to be trained, on the backbone of the model in a folder."""
+    def load_critic(self, path: str, make: type[nn.Module]) -> nn.Module:
+        """A critic of the class `make`, to be trained, on the backbone of the model in a folder."""
         if self.machine.lora_rank:
             self._keep_base("critic's base", path, "a critic on another base")
-        critic = load_policy(path, make=Critic, **self._model_options(trained=True))
+        critic = load_policy(path, make=make, **self._model_options(trained=True))
         return critic.to(self.world.device)
 
     def load_reference(self, policy: nn.Module) -> nn.Module:

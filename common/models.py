@@ -94,28 +94,6 @@ class Policy(nn.Module):
         return logprobs, entropy
 
 
-class Critic(nn.Module):
-    """A backbone of its own with a scalar head. The head is zero at first, and so are all
-    values."""
-
-    def __init__(self, model: nn.Module, attention: str, vision: Vision | None = None):
-        super().__init__()
-        self.model = model.base_model
-        self.attention = attention
-        self.vision = vision
-        # they have no data if the model is on the meta device
-        embeddings = self.model.get_input_embeddings().weight
-        dtype = torch.promote_types(embeddings.dtype, torch.float32)
-        self.head = nn.Parameter(torch.zeros(embeddings.shape[1], dtype=dtype))
-
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Value [N], float32, of the state in which each trained token was chosen: that at the
-        token before it."""
-        hidden = hidden_states(self.model, batch, self.attention, self.vision)
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return (hidden.to(dtype) * self.head.to(dtype)).sum(-1)
-
-
 def unsupported(model: nn.Module, attention: str) -> str | None:
     """Why a model cannot be trained here: a property that our log-probs, packs or masks do not
     express. They would silently be those of another model. None if there is no such property."""

@@ -81,24 +81,6 @@ class TokenIndex:
         return zeros.index_add(0, self.episode_of_token, values)
 
 
-def split_minibatches(
-    episodes: Sequence[Episode], prompts: list[int], count: int, seed: int, step: int
-) -> list[list[int]]:
-    """Numbers of the episodes of each minibatch.
-
-    The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` runs.
-    """
-    generator = np.random.Generator(np.random.PCG64([seed, step]))
-    offset = generator.integers(max(1, len(prompts)))
-    minibatch_of: dict[int, int] = {}
-    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
-        minibatch_of[prompt] = place * count // len(prompts)
-    minibatches: list[list[int]] = [[] for _ in range(count)]
-    for number, episode in enumerate(episodes):
-        minibatches[minibatch_of[episode.prompt_index]].append(number)
-    return minibatches
-
-
 @dataclass(eq=False)
 class Minibatch:
     """The episodes of one optimizer step, as this rank computes them."""
@@ -133,15 +115,13 @@ class Packer:
         self.packed: list[Minibatch] = []
 
     def minibatches(
-        self, episodes: Sequence[Episode], index: TokenIndex, count: int, *, seed: int, step: int
+        self, episodes: Sequence[Episode], index: TokenIndex, split: list[list[int]]
     ) -> list[Minibatch]:
-        """A step's episodes in `count` minibatches, the same on any number of ranks. All ranks call
-        it together.
+        """A step's episodes, in minibatches by their numbers. All ranks call it together.
 
         Those without a trained token are left out: Adam would move the weights by its momentum
         alone.
         """
-        split = split_minibatches(episodes, prompts_of_all_ranks(episodes), count, seed, step)
         lengths = [index.lengths[numbers] for numbers in split]
         num_tokens = all_reduce([float(x.sum()) for x in lengths])
         num_sequences = all_reduce([float((x > 0).sum()) for x in lengths])

@@ -11,10 +11,11 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from common.command_line import check_range
 from common.data.rows import RowFiles
 from common.data.table_files import is_hub_id, stem_of
 from common.files import modified, user_errors
-from common.flags import Files, Positive, call_program, check_range, check_reward_timeout
+from common.flags import Files, Positive, call_program, check_reward_timeout
 from common.printing import guard_output
 from common.processes import cpus_of_rank
 from common.rewards import RewardWorkers, reward_function, score_response, tell_errors, with_score

@@ -28,6 +28,7 @@ import common.torch_repair  # noqa: F401  (before anything of transformers is im
 from common.attention import register_attention
 from common.checkpoint import Checkpoints
 from common.flags import Data, Rollout, parse
+from common.packing import prompts_of_all_ranks
 from common.precision import LossScale, choose_dtype
 from common.types import Episode, Request, Sampling
 
@@ -105,6 +106,14 @@ def load_checkpoint(checkpoint: Path, trained: dict, world, weights_only: bool =
     """Its trainer.json."""
     checkpoints_of(checkpoint.parents[1], trained, world).resume(checkpoint, weights_only)
     return json.loads((checkpoint / "trainer.json").read_text())
+
+
+def split_of(episodes: list[Episode], count: int, *, seed: int, step: int) -> list[list[int]]:
+    """Numbers of the episodes of each minibatch, as the scripts split them."""
+    import grpo
+
+    prompts = prompts_of_all_ranks(episodes)
+    return grpo.split_minibatches(episodes, prompts, count, seed, step)
 
 
 def random_episodes(

@@ -25,6 +25,7 @@ SHARED = {
     "engine_correction": ["grpo.py", "ppo.py"],
     "kl_estimate": ["grpo.py", "ppo.py"],
     "token_weights": RL,
+    "split_minibatches": RL,
     "backward": ["grpo.py", "ppo.py"],
     "collect": RL,
     "Tokens.of": RL,

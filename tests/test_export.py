@@ -20,9 +20,10 @@ from common.export import Args, export_hugging_face, main
 from common.hub import FOLDERS, load_tokenizer
 from common.job import lock_everywhere
 from common.manifest import MANIFEST, digest, make_unfinished, model_identity
-from common.models import Critic, load_policy
+from common.models import load_policy
 from common.pictures import PixelLimits
 from common.vision import load_vision
+from ppo import Critic
 
 SIZES = [
     "--prompts-per-step",

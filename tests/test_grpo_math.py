@@ -19,10 +19,10 @@ import ppo
 import sft
 from common.job import Job
 from common.optimizer import GuardedAdamW, lr_factor
-from common.packing import split_minibatches
 from common.precision import LossScale, checked_gap
 from common.rollout.opening import check_rollout
 from common.types import Episode
+from grpo import split_minibatches
 
 # --- group_advantages -----------------------------------------------------------------------------
 

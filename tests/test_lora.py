@@ -17,9 +17,10 @@ from common.export import export_hugging_face
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
 from common.lora import Base, adapters, add_adapters, merged
-from common.models import Critic, full_parameters, load_policy
+from common.models import full_parameters, load_policy
 from common.packing import TokenIndex, pack
 from common.shards import saved_weights
+from ppo import Critic
 
 CONFIG = Qwen2Config(
     hidden_size=32,

@@ -8,8 +8,9 @@ import torch
 from helpers import ROOT, random_episodes, run_script
 
 from common.metrics import Means, rollout_means, rollout_metrics
-from common.packing import TokenIndex, split_minibatches
+from common.packing import TokenIndex
 from common.types import Episode
+from grpo import split_minibatches
 
 
 @pytest.fixture(scope="module")

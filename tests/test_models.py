@@ -22,10 +22,11 @@ from common.engine.vllm import refuse_other_files, start_errors
 from common.export import export_hugging_face
 from common.hub import FOLDERS, OBJECTS, load_tokenizer, require_weights, resolve_model
 from common.job import Job, describe_run
-from common.models import Critic, Policy, load_policy, unsupported
+from common.models import Policy, load_policy, unsupported
 from common.packing import TokenIndex, pack
 from common.torch_repair import check_version
 from common.types import Episode
+from ppo import Critic
 
 SIZES = {
     "hidden_size": 64,

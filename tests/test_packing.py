@@ -15,6 +15,7 @@ from helpers import (
     random_policy,
     relative_l2,
     skip_where_no_step_is_repeated,
+    split_of,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from vl import write_tied_llama
@@ -24,7 +25,8 @@ from common.distributed import abandon_backward, forward_context, make_mesh, wra
 from common.limits import status_bytes
 from common.memory.halving import RESERVE, halve_budget, limited_memory
 from common.models import load_policy
-from common.packing import Packer, TokenIndex, split_minibatches
+from common.packing import Packer, TokenIndex
+from grpo import split_minibatches
 
 BUDGET = 512
 
@@ -36,7 +38,7 @@ def case(tiny_config, tmp_path, world):
     episodes = random_episodes(7, prompts=60, samples=6)
     index = TokenIndex(episodes)
     packer = Packer("sdpa", BUDGET, tmp_path / "run", world)
-    minibatches = packer.minibatches(episodes, index, 2, seed=3, step=4)
+    minibatches = packer.minibatches(episodes, index, split_of(episodes, 2, seed=3, step=4))
     tokens = grpo.Tokens.of(episodes, index, world.device)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(3, len(index), generator=generator, dtype=torch.float64)
@@ -86,7 +88,9 @@ def test_each_attention_gets_the_packs_that_it_reads(attention, repeats, multipl
     length."""
     episodes = [e for e in random_episodes(7, prompts=6, samples=6) if any(e.loss_mask)]
     packer = Packer(attention, BUDGET, Path("nowhere"), world)
-    (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=0, step=0)
+    (minibatch,) = packer.minibatches(
+        episodes, TokenIndex(episodes), split_of(episodes, 1, seed=0, step=0)
+    )
     assert all(size % multiple == 0 for size in sizes(minibatch))
     units = [unit for batch in minibatch.micro_batches for unit in batch.units if len(unit) > 1]
     assert len(units) == (len(episodes) if repeats else 6)
@@ -96,7 +100,9 @@ def test_a_group_beyond_the_budget_is_split_and_repeats_its_prompt(world):
     episodes = [e for e in random_episodes(7, prompts=6, samples=6) if any(e.loss_mask)]
     budget = max(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
     packer = Packer("sdpa", budget, Path("nowhere"), world)
-    (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), 1, seed=0, step=0)
+    (minibatch,) = packer.minibatches(
+        episodes, TokenIndex(episodes), split_of(episodes, 1, seed=0, step=0)
+    )
     units = [unit for batch in minibatch.micro_batches for unit in batch.units]
     assert max(sizes(minibatch)) <= budget
     assert 6 < len(units) < len(episodes)

@@ -22,10 +22,10 @@ import ppo
 from common.distributed import World
 from common.hub import FOLDERS
 from common.metrics import explained_variance, rollout_means, rollout_metrics
-from common.models import Critic
 from common.packing import Minibatch, TokenIndex, pack
 from common.pictures import PixelLimits
 from common.types import Episode
+from ppo import Critic
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 

@@ -5,7 +5,7 @@ from threading import Thread
 
 import pytest
 import torch
-from helpers import random_episodes
+from helpers import random_episodes, split_of
 from test_turns import CROP, ScriptedEngine, row, run
 from vl import build_tokenizer
 
@@ -183,7 +183,7 @@ def test_answers_of_one_turn_are_counted_by_sample(made):
 def test_micro_batches_of_all_minibatches_are_counted(made, world, tmp_path):
     episodes = random_episodes(seed=1, prompts=6, samples=4)
     packer, index = Packer("sdpa", 40, tmp_path, world), TokenIndex(episodes)
-    minibatches = packer.minibatches(episodes, index, 3, seed=1, step=0)
+    minibatches = packer.minibatches(episodes, index, split_of(episodes, 3, seed=1, step=0))
     result = torch.zeros(len(index))
     model = torch.nn.Module()
     model.forward = lambda batch: torch.ones(len(batch.targets))

@@ -14,10 +14,6 @@ from common.vision import Vision
 Weights = Iterable[tuple[str, Tensor]]  # (name in the checkpoint, whole tensor)
 
 
-class Engine(Protocol):
-    """What samples: see common/engine/vllm.py."""
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine is started with."""

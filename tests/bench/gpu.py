@@ -190,7 +190,7 @@ def measure_update(
     packer = Packer(attention, args.micro_batch_tokens, Path("nowhere"), world)
     if not shared:
         packer.pack = partial(packer.pack, share_prompts=False)
-    (minibatch,) = packer.minibatches(episodes, index, 1, seed=0, step=0)
+    (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
     flat = [
         torch.full((len(index),), value, device=device)
         for value in (float(RESPONSE), -1.0, -1.0, -1.0, 0.0)

@@ -135,10 +135,11 @@ def trajectories(size: int, folder: Path) -> Work:
     from common.distributed import init_world
     from common.hub import load_tokenizer, resolve_model
     from common.metrics import rollout_means
-    from common.packing import Packer, TokenIndex
+    from common.packing import Packer, TokenIndex, prompts_of_all_ranks
     from common.rewards import RewardWorkers, score_episodes
     from common.rollout.dumps import dump_rollouts
     from common.types import Episode, Row
+    from grpo import split_minibatches
 
     rng, world = random.Random(0), init_world()
     tokenizer = load_tokenizer(resolve_model("smollm2"))
@@ -158,7 +159,9 @@ def trajectories(size: int, folder: Path) -> Work:
     def work() -> None:
         score_episodes(episodes, prompts, workers, tokenizer)
         rollout_means(episodes, {"rollout": 1.0}).reduce()
-        packer.minibatches(episodes, TokenIndex(episodes), 4, seed=0, step=1)
+        numbers = prompts_of_all_ranks(episodes)
+        split = split_minibatches(episodes, numbers, 4, seed=0, step=1)
+        packer.minibatches(episodes, TokenIndex(episodes), split)
         dump_rollouts(folder, 1, episodes, episodes, [0.0] * size, tokenizer, world)
 
     return work

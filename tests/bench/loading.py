@@ -35,8 +35,9 @@ from common.distributed import gather_objects, init_world, make_mesh, run, wrap_
 from common.files import refuse
 from common.flags import Machine
 from common.hub import resolve_model
-from common.models import Critic, Policy, check_model, load_policy
+from common.models import Policy, check_model, load_policy
 from common.progress import say
+from ppo import Critic
 
 Kind = Literal["tied", "untied", "critic", "sharded files", "vision", "ddp", "LoRA"]
 SLACK = 1.2  # times the shard

@@ -105,7 +105,9 @@ class Packed:
         )
 
     def step(self, episodes: list[Episode]) -> float:
-        (minibatch,) = self.packer.minibatches(episodes, TokenIndex(episodes), 1, seed=0, step=0)
+        (minibatch,) = self.packer.minibatches(
+            episodes, TokenIndex(episodes), [list(range(len(episodes)))]
+        )
         means = backward(self.model, minibatch, self.world)
         means.merge(self.optimizer.step(1e-6))
         return means.reduce()["policy/loss"]

@@ -12,15 +12,15 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from helpers import make_args, random_policy
+from helpers import make_args, random_policy, split_of
 from transformers import Qwen2Config
 
 import ppo
 from common.distributed import all_reduce, init_world, make_mesh, run, wrap_model
-from common.models import Critic
 from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex
 from common.types import Episode
+from ppo import Critic
 
 COINS = (5, 6)
 OBSERVATION = 7
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
     options = make_args(ppo, value_clip=0.5)
     with tempfile.TemporaryDirectory() as folder:
         packer = Packer("sdpa", 40, Path(folder), world)
-        (minibatch,) = packer.minibatches(episodes, index, 1, seed=0, step=0)
+        (minibatch,) = packer.minibatches(episodes, index, split_of(episodes, 1, seed=0, step=0))
 
     def values() -> torch.Tensor:
         result = torch.full((len(index),), torch.nan)

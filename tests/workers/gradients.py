@@ -27,8 +27,8 @@ from common.distributed import (
 )
 from common.flags import Machine
 from common.lora import adapters, add_adapters
-from common.models import Critic
 from common.packing import Minibatch, TokenIndex, pack
+from ppo import Critic
 
 COMMON = {"temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_response_tokens": 20}
 VARIANTS = {

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from helpers import random_episodes
+from helpers import random_episodes, split_of
 
 from common.distributed import gather_objects, init_world, run
 from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
@@ -30,10 +30,10 @@ def main(_: None) -> None:
     if world.rank == 1:
         mine = [e for e in episodes if e.prompt_index % 3]
     packer = Packer("sdpa", 60, Path("nowhere"), world)
-    minibatches = packer.minibatches(mine, TokenIndex(mine), 3, seed=1, step=2)
+    minibatches = packer.minibatches(mine, TokenIndex(mine), split_of(mine, 3, seed=1, step=2))
     counts = [[m.num_tokens, m.num_sequences, len(m.micro_batches)] for m in minibatches]
     prompts = [sorted({mine[i].prompt_index for i in m.episodes}) for m in minibatches]
-    nothing = packer.minibatches([], TokenIndex([]), 2, seed=1, step=2)
+    nothing = packer.minibatches([], TokenIndex([]), split_of([], 2, seed=1, step=2))
 
     values, returns = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     share = slice(0, 13) if world.rank == 0 else slice(13, 50)
