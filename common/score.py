@@ -122,8 +122,7 @@ def read_responses(files: RowFiles, flags: Scoring) -> list[Response]:
 
 
 def score_responses(responses: list[Response], flags: Scoring) -> list[Mapping]:
-    """The rewards of each response. ValueError if a function of the user's cannot score the
-    first."""
+    """The rewards of each response. ValueError if a user's function cannot score the first."""
     sources: set[str] = set()
     if not flags.reward_function:
         sources = {response.data_source for response in responses}

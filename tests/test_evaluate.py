@@ -33,14 +33,15 @@ from common.types import Completion
 
 
 def sample(group, score, pred="", source="a", length=10, truncated=False):
-    rest = {
+    return {
         "data_source": source,
         "group": group,
         "pred": pred,
         "length": length,
         "truncated": truncated,
+        "score": score,
+        "correct": is_correct({"score": score}),
     }
-    return rest | {"score": score, "correct": is_correct({"score": score})}
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -88,11 +89,9 @@ def test_summarize_averages_over_prompts_first():
     assert metrics["eval/pass@1"] == pytest.approx(metrics["eval/accuracy"])
     assert metrics["eval/pass@2"] == pytest.approx(0.5)
     assert metrics["eval/maj@2"] == pytest.approx(0.5)
-    assert (
-        metrics["eval/response_length"] == 14
-        and metrics["eval/truncated"] == 0.2
-        and metrics["eval/rows"] == 2
-    )
+    assert metrics["eval/response_length"] == 14
+    assert metrics["eval/truncated"] == 0.2
+    assert metrics["eval/rows"] == 2
 
 
 def test_summarize_lists_powers_of_two_and_n():
@@ -112,24 +111,22 @@ def test_samples_without_a_score_leave_bounds(capsys):
     samples = [sample(i, float(i == 0)) | {"failed": i == 3} for i in range(4)]
     metrics = bounded(samples)
     assert metrics["eval/rows"] == 4
-    assert (metrics["eval/accuracy"], metrics["eval/accuracy_high"], metrics["eval/failed"]) == (
-        0.25,
-        0.5,
-        1,
-    )
-    told = capsys.readouterr().out
-    assert (
-        "INCOMPLETE: 1 of 4 samples could not be scored" in told
-        and "between 0.2500 and 0.5000" in told
-    )
-    assert bounded(samples[:3]) == summarize(samples[:3]) and not capsys.readouterr().out
+    assert metrics["eval/accuracy"] == 0.25
+    assert metrics["eval/accuracy_high"] == 0.5
+    assert metrics["eval/failed"] == 1
+    output = capsys.readouterr().out
+    assert "INCOMPLETE: 1 of 4 samples could not be scored" in output
+    assert "between 0.2500 and 0.5000" in output
+    assert bounded(samples[:3]) == summarize(samples[:3])
+    assert not capsys.readouterr().out
 
 
 def test_wilson_interval():
     low, high = wilson_interval(0.5, 100)
     assert (low, high) == pytest.approx((0.40383, 0.59617), abs=1e-5)
     assert wilson_interval(0.0, 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
-    assert wilson_interval(1.0, 10)[1] == pytest.approx(1.0) and wilson_interval(1.0, 10)[1] <= 1.0
+    assert wilson_interval(1.0, 10)[1] == pytest.approx(1.0)
+    assert wilson_interval(1.0, 10)[1] <= 1.0
     assert wilson_interval(0.0, 0) == (0.0, 1.0)
 
 
@@ -143,12 +140,10 @@ def test_table_is_aligned():
     header, *lines = format_table(by_source).splitlines()
     assert len({len(line) for line in (header, *lines)}) == 1
     assert [line.split()[0] for line in lines] == ["openai/gsm8k", "aime"]
-    assert (
-        "0.500" in lines[0]
-        and "0.469 - 0.531" in lines[0]
-        and "pass@2" in header
-        and "maj@2" in header
-    )
+    assert "0.500" in lines[0]
+    assert "0.469 - 0.531" in lines[0]
+    assert "pass@2" in header
+    assert "maj@2" in header
     assert lines[0].index("0.500") + 5 == header.index("accuracy") + len("accuracy")
 
 
@@ -156,9 +151,11 @@ def test_table_is_aligned():
 
 
 class Rows(list):
-    """Of a data set that opens a row when it is asked for; `most` were in use at once."""
+    """The rows of a data set that opens them on access; at most `most` were in use at once."""
 
-    vision, most, apart = None, 0, 1  # between two rows `apart - 1` were dropped
+    vision = None
+    most = 0
+    apart = 1  # between two rows `apart - 1` were dropped
     files = SimpleNamespace(suffix=".parquet")
 
     def record(self, i: int) -> dict:
@@ -175,7 +172,8 @@ class Rows(list):
 
     def __init__(self, texts: list, tokenizer):
         super().__init__(texts)
-        self.tokenizer, self.open = tokenizer, weakref.WeakSet()
+        self.tokenizer = tokenizer
+        self.open = weakref.WeakSet()
 
     def __getitem__(self, i):
         text, truth = super().__getitem__(i)
@@ -186,19 +184,26 @@ class Rows(list):
 
 
 class OpenRow:
-    data_source, extra_info, media, tools, problem = "countdown", {}, [], {}, ""
-
     def __init__(self, index, prompt, truth, ids):
-        self.index, self.prompt, self.ground_truth, self.prompt_ids = index, prompt, truth, ids
+        self.index = index
+        self.data_source = "countdown"
+        self.prompt = prompt
+        self.prompt_ids = ids
+        self.ground_truth = truth
         self.truth = json.dumps(truth)
+        self.extra_info = {}
+        self.media = []
+        self.tools = {}
+        self.problem = ""
 
 
 class Engine:
-    """Answers each request with the prompt's own ids, and notes how long the watchdog has
-    waited."""
+    """Answers each request with the first ids of its prompt, and counts steps."""
 
     def __init__(self):
-        self.requests, self.steps, self.seeds = [], 0, {}
+        self.requests = []
+        self.steps = 0
+        self.seeds = {}
 
     def submit(self, request):
         self.seeds[tuple(request.prompt_ids)] = request.seed
@@ -211,7 +216,8 @@ class Engine:
 
     def step(self):
         self.steps += 1
-        done, self.requests = self.requests, []
+        done = self.requests
+        self.requests = []
         return done
 
     def sleep(self):
@@ -261,7 +267,9 @@ def test_rows_are_opened_some_at_a_time_and_each_time_is_a_sign_of_life(rollouts
     assert metrics["eval/rows"] == 600 and rollouts.engine.asleep
     assert rollouts.eval_data.most <= 2 * 256, "of 600"
     assert signs == [1, 2, 3]
-    rollouts.eval_data.vision, rollouts.eval_data.most, rollouts.eval_rows = "eyes", 0, 200
+    rollouts.eval_data.vision = "eyes"
+    rollouts.eval_data.most = 0
+    rollouts.eval_rows = 200
     rollouts.evaluate(None, 20)
     assert rollouts.eval_data.most <= 2 * 64, "pictures take megabytes each"
 
@@ -269,8 +277,11 @@ def test_rows_are_opened_some_at_a_time_and_each_time_is_a_sign_of_life(rollouts
 @pytest.mark.parametrize("samples", [1, 7, 300])
 def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
     """As many exchanges on each of three ranks, and every row once."""
-    rollouts.flags.eval_samples, rollouts.eval_rows = samples, 600 if samples < 300 else 5
-    counts, seen, gathered = [], [], []
+    rollouts.flags.eval_samples = samples
+    rollouts.eval_rows = 600 if samples < 300 else 5
+    counts = []
+    seen = []
+    gathered = []
     monkeypatch.setattr(
         "common.rollout.rollouts.gather_objects", lambda own: gathered.append(own) or [own]
     )
@@ -280,7 +291,8 @@ def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
         rollouts.evaluate(None, 20)
         counts.append(len(gathered))
         seen += [sample["row"] for own in gathered for sample in own[::samples]]
-    assert len(set(counts)) == 1 and sorted(seen) == list(range(rollouts.eval_rows))
+    assert len(set(counts)) == 1
+    assert sorted(seen) == list(range(rollouts.eval_rows))
 
 
 def test_a_row_keeps_its_seed_where_others_were_dropped(rollouts):
@@ -288,10 +300,13 @@ def test_a_row_keeps_its_seed_where_others_were_dropped(rollouts):
     compared."""
     rollouts.eval_rows = 5
     rollouts.evaluate(None, 20)
-    (whole, rollouts.engine.seeds), texts = (rollouts.engine.seeds, {}), [*rollouts.eval_data]
+    whole = rollouts.engine.seeds
+    rollouts.engine.seeds = {}
+    texts = [*rollouts.eval_data]
     rollouts.eval_data = Rows(texts[:5:2], rollouts.tokenizer)
     rollouts.eval_data.apart = 2
-    rollouts.evaluate(None, 20, path := rollouts.output_dir / "samples.parquet")
+    path = rollouts.output_dir / "samples.parquet"
+    rollouts.evaluate(None, 20, path)
     assert [(s["row"], s["id"]) for s in pq.read_table(path).to_pylist()] == [
         (i, f"own {i}") for i in (0, 2, 4)
     ]
@@ -305,21 +320,20 @@ def test_samples_of_each_evaluation_stay(rollouts, tmp_path, capsys):
     first, later = (
         pq.read_table(tmp_path / f"eval/step_{step:06d}.parquet").to_pylist() for step in (0, 20)
     )
-    assert len(later) == 600 and first == later and [s["row"] for s in later] == list(range(600))
+    assert len(later) == 600
+    assert first == later
+    assert [s["row"] for s in later] == list(range(600))
     assert json.loads(later[7]["truth"]) == {"numbers": [7, 8], "target": 15}
-    assert {s["correct"] for s in later} == {
-        True,
-        False,
-    } and "samples:" not in capsys.readouterr().out
+    assert {s["correct"] for s in later} == {True, False}
+    assert "samples:" not in capsys.readouterr().out
 
 
 def test_samples_that_cannot_be_written_are_a_warning(rollouts, tmp_path, capsys):
     (tmp_path / "eval").write_text("in the way")
     assert rollouts.evaluate(None, 20)["eval/rows"] == 600
-    assert (
-        "warning: " in (said := capsys.readouterr().out)
-        and "step_000020.parquet not written" in said
-    )
+    output = capsys.readouterr().out
+    assert "warning: " in output
+    assert "step_000020.parquet not written" in output
 
 
 def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, capsys):
@@ -327,22 +341,20 @@ def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, cap
     rollouts.eval_data = Rows(texts, rollouts.tokenizer)
     events = SimpleNamespace(event=lambda record: events.said.append(record), said=[])
     path = rollouts.evaluate_only(None, 20, events)
-    samples, (metrics,) = pq.read_table(path).to_pylist(), events.said
-    assert [
-        s["correct"] is None and s["score"] is None and s["truth"] is None for s in samples
-    ] == [i % 3 == 0 for i in range(9)]
+    samples = pq.read_table(path).to_pylist()
+    (metrics,) = events.said
+    for i, columns in enumerate(samples):
+        for name in ("correct", "score", "truth"):
+            assert (columns[name] is None) == (i % 3 == 0)
     assert [(s["id"], s["prompt"], "images" in s, s["extra_info"]) for s in samples] == [
         (f"own {i}", text, False, {"index": i} if i else None) for i, (text, _) in enumerate(texts)
     ], "the row's own columns, but what a sample has already, and pictures, those for programs, too"
     assert metrics["eval/rows"] == 6 and metrics["eval/unscored"] == 3
-    assert (
-        metrics["eval/accuracy"]
-        == sum(s["correct"] for s in samples if s["correct"] is not None) / 6
-    )
-    assert (
-        "3 of 9 rows have no truth: not scored" in (said := capsys.readouterr().out)
-        and "score none" in said
-    )
+    num_correct = sum(s["correct"] for s in samples if s["correct"] is not None)
+    assert metrics["eval/accuracy"] == num_correct / 6
+    output = capsys.readouterr().out
+    assert "3 of 9 rows have no truth: not scored" in output
+    assert "score none" in output
     rollouts.eval_data = Rows([("1 2 = 3", None)] * 4, rollouts.tokenizer)
     rollouts.evaluate_only(None, 20, events)
     assert events.said[1]["eval/unscored"] == 4 and "eval/accuracy" not in events.said[1]
@@ -378,8 +390,10 @@ def test_results_are_those_of_one_batch(rollouts, tmp_path, monkeypatch, tempera
         EngineConfig(TINY, torch.float32, rollouts.world, ids, max_model_len=128)
     )
     rollouts.engine.books.step = 20
-    rollouts.eval_rows, rollouts.flags.max_response_tokens = 12, 24
-    rollouts.flags.eval_temperature, rollouts.flags.eval_samples = temperature, samples
+    rollouts.eval_rows = 12
+    rollouts.flags.max_response_tokens = 24
+    rollouts.flags.eval_temperature = temperature
+    rollouts.flags.eval_samples = samples
     chat = rollouts.tokenizer.apply_chat_template
     texts = [
         chat([{"role": "user", "content": f"{i} {i * i} = 9"}], tokenize=False) for i in range(12)
@@ -390,7 +404,8 @@ def test_results_are_those_of_one_batch(rollouts, tmp_path, monkeypatch, tempera
         monkeypatch.setattr("common.rollout.rollouts.MAX_SAMPLES", at_once)
         rollouts.evaluate(None, 20)
         results.append(pq.read_table(tmp_path / "eval/step_000020.parquet").to_pylist())
-    assert results[0] == results[1] and len({s["completion"] for s in results[0]}) > 3
+    assert results[0] == results[1]
+    assert len({s["completion"] for s in results[0]}) > 3
 
 
 def test_what_is_only_evaluated_needs_no_rows_of_the_demo(tmp_path, tokenizer):

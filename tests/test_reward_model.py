@@ -43,15 +43,23 @@ def folder(tmp_path_factory):
     return save_reward_model(tmp_path_factory.mktemp("reward_model"))
 
 
+@pytest.fixture
+def scorer(folder):
+    return RewardModel(folder, torch.float32, torch.device("cpu"))
+
+
+ROWS = {0: Row(0, "x", "AB", None, {}, [65, 66])}
+
+
 @pytest.mark.parametrize("chunk", [1, 60, 100_000])
 def test_scores_in_chunks_are_those_of_single_texts(folder, chunk, monkeypatch):
     monkeypatch.setattr(reward_model, "CHUNK_TOKENS", chunk)
     scorer = RewardModel(folder, torch.float32, torch.device("cpu"))
     tokenizer = scorer.tokenizer
-    rows, episodes = {}, []
-    for p, (question, answers) in enumerate(
-        {"1 2 3 = 6": ["1+2+3", "6"], "7 8 = 15": ["7+8=15 because it is so", ""]}.items()
-    ):
+    rows = {}
+    episodes = []
+    answers_of = {"1 2 3 = 6": ["1+2+3", "6"], "7 8 = 15": ["7+8=15 because it is so", ""]}
+    for p, (question, answers) in enumerate(answers_of.items()):
         prompt = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=False
@@ -59,19 +67,20 @@ def test_scores_in_chunks_are_those_of_single_texts(folder, chunk, monkeypatch):
         rows[p] = Row(p, "x", prompt if p == 0 else question, None, {}, list(ids))
         for s, answer in enumerate(answers):
             response = tokenizer.encode(answer, add_special_tokens=False)
-            episodes.append(
-                Episode(
-                    p, s, list(ids), response, [1] * len(response), [0.0] * len(response), "stop"
-                )
-            )
-            episodes[-1].opening = " or not" * (p == 0)  # what an environment has said
+            mask = [1] * len(response)
+            logprobs = [0.0] * len(response)
+            episode = Episode(p, s, list(ids), response, mask, logprobs, "stop")
+            if p == 0:
+                episode.opening = " or not"  # what an environment has said
+            episodes.append(episode)
     scorer.score_episodes(episodes, rows, tokenizer)
 
     for episode in episodes:
-        row, answer = rows[episode.prompt_index], tokenizer.decode(episode.response_ids)
+        row = rows[episode.prompt_index]
+        answer = tokenizer.decode(episode.response_ids)
         if isinstance(row.prompt, list):
-            asked = {"role": "user", "content": row.prompt[0]["content"] + " or not"}
-            conversation = [asked, {"role": "assistant", "content": answer}]
+            question = {"role": "user", "content": row.prompt[0]["content"] + " or not"}
+            conversation = [question, {"role": "assistant", "content": answer}]
             text = tokenizer.apply_chat_template(conversation, tokenize=False)
         else:
             text = tokenizer.decode(row.prompt_ids) + answer
@@ -90,14 +99,11 @@ def short_episodes(count: int) -> list[Episode]:
     ]
 
 
-def test_out_of_memory_halves_the_chunks_until_one_text_is_left(folder, monkeypatch):
-    scorer, rows = (
-        RewardModel(folder, torch.float32, torch.device("cpu")),
-        {0: Row(0, "x", "AB", None, {}, [65, 66])},
-    )
+def test_out_of_memory_halves_the_chunks_until_one_text_is_left(scorer, monkeypatch):
     expected = short_episodes(5)
-    scorer.score_episodes(expected, rows, scorer.tokenizer)
-    forward, largest = scorer.model.forward, 2
+    scorer.score_episodes(expected, ROWS, scorer.tokenizer)
+    forward = scorer.model.forward
+    largest = 2
 
     def small_memory(input_ids, **rest):
         if len(input_ids) > largest:
@@ -106,60 +112,47 @@ def test_out_of_memory_halves_the_chunks_until_one_text_is_left(folder, monkeypa
 
     monkeypatch.setattr(scorer.model, "forward", small_memory)
     episodes = short_episodes(5)
-    scorer.score_episodes(episodes, rows, scorer.tokenizer)
+    scorer.score_episodes(episodes, ROWS, scorer.tokenizer)
     for a, b in zip(episodes, expected):
         assert a.model_reward == pytest.approx(b.model_reward, abs=1e-5)
     largest = 0
     with pytest.raises(SystemExit, match="out of GPU memory in --reward-model"):
-        scorer.score_episodes(episodes, rows, scorer.tokenizer)
+        scorer.score_episodes(episodes, ROWS, scorer.tokenizer)
 
 
-def test_a_score_that_is_not_finite_costs_its_episode(folder):
-    scorer, rows = (
-        RewardModel(folder, torch.float32, torch.device("cpu")),
-        {0: Row(0, "x", "AB", None, {}, [65, 66])},
-    )
+def test_a_score_that_is_not_finite_costs_its_episode(scorer):
     with torch.no_grad():
         scorer.model.score.weight.fill_(float("inf"))
     episodes = short_episodes(2)
-    scorer.score_episodes(episodes, rows, scorer.tokenizer)
+    scorer.score_episodes(episodes, ROWS, scorer.tokenizer)
     assert not any(math.isfinite(e.score) for e in episodes)
 
 
-def test_what_a_tool_says_is_not_read_as_the_answer(folder):
-    scorer, rows = (
-        RewardModel(folder, torch.float32, torch.device("cpu")),
-        {0: Row(0, "x", "AB", None, {}, [65, 66])},
-    )
+def test_what_a_tool_says_is_not_read_as_the_answer(scorer):
     tokenizer = scorer.tokenizer
-    said, seen, more = (
-        tokenizer.encode(text, add_special_tokens=False) for text in ("1+2", "3 is right", "= 3")
-    )
-    mask = [1] * len(said) + [0] * len(seen) + [1] * len(more)
-    with_tool = Episode(
-        0, 0, [65, 66], said + seen + more, mask, [0.0] * len(mask), "stop", {"score": 1.0}
-    )
+    turn = tokenizer.encode("1+2", add_special_tokens=False)
+    tool_output = tokenizer.encode("3 is right", add_special_tokens=False)
+    last_turn = tokenizer.encode("= 3", add_special_tokens=False)
+    ids = turn + tool_output + last_turn
+    mask = [1] * len(turn) + [0] * len(tool_output) + [1] * len(last_turn)
+    rewards = {"score": 1.0}
+    with_tool = Episode(0, 0, [65, 66], ids, mask, [0.0] * len(ids), "stop", rewards)
     ids = tokenizer.encode("1+2\n= 3", add_special_tokens=False)
-    without = Episode(0, 1, [65, 66], ids, [1] * len(ids), [0.0] * len(ids), "stop", {"score": 1.0})
-    scorer.score_episodes([with_tool, without], rows, tokenizer)
+    without = Episode(0, 1, [65, 66], ids, [1] * len(ids), [0.0] * len(ids), "stop", dict(rewards))
+    scorer.score_episodes([with_tool, without], ROWS, tokenizer)
     assert with_tool.model_reward == pytest.approx(without.model_reward, abs=1e-6)
 
 
 @pytest.mark.parametrize("size, kept", [(1e5, True), (1e15, False)])
-def test_a_large_score_costs_its_episode_and_is_told(folder, capsys, size, kept):
-    scorer, rows = (
-        RewardModel(folder, torch.float32, torch.device("cpu")),
-        {0: Row(0, "x", "AB", None, {}, [65, 66])},
-    )
+def test_a_large_score_costs_its_episode_and_is_told(scorer, capsys, size, kept):
     episodes = short_episodes(2)
-    scorer.score_episodes(episodes, rows, scorer.tokenizer)
+    scorer.score_episodes(episodes, ROWS, scorer.tokenizer)
     with torch.no_grad():
         scorer.model.score.weight.mul_(size / max(abs(e.model_reward) for e in episodes))
-    scorer.score_episodes(episodes, rows, scorer.tokenizer)
+    scorer.score_episodes(episodes, ROWS, scorer.tokenizer)
     assert [math.isfinite(e.score) for e in episodes] == [kept] * 2
-    assert (
-        "--reward-model: 2 of 2 scores are not finite or above 1e+06" in capsys.readouterr().out
-    ) != kept
+    warning = "--reward-model: 2 of 2 scores are not finite or above 1e+06"
+    assert (warning in capsys.readouterr().out) != kept
 
 
 def test_a_classifier_with_several_outputs_is_refused(tmp_path):

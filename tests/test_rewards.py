@@ -94,7 +94,8 @@ def tinyzero_oracle(answer: str, numbers: list[int], target: int) -> float:
 def random_expression(rng: random.Random, numbers: list[int], symbols: list[str]) -> str:
     """The numbers in random order with random symbols around: a good part is well formed, the rest
     is not."""
-    pieces, is_open = [], 0
+    pieces = []
+    is_open = 0
     for number in rng.sample(numbers, len(numbers)):
         if rng.random() < 0.3:
             pieces.append("(")

@@ -52,9 +52,8 @@ def test_traces_calculate_correctly_and_answer_with_their_last_line(problems):
         hits += hit
         gave_up_at_once += not hit and len(lines) == 1
         gave_up_later += not hit and len(lines) > 1
-    assert min(hits, gave_up_at_once) > 100 and gave_up_later > 10, (
-        "impatience is part of the design"
-    )
+    assert min(hits, gave_up_at_once) > 100, "impatience is part of the design"
+    assert gave_up_later > 10, "impatience is part of the design"
 
 
 def test_tries_are_all_sums_and_differences():
@@ -75,7 +74,9 @@ def test_tries_are_all_sums_and_differences():
 def test_splits_are_disjoint():
     held_out, training = tiny.rl_problems()
     keys = [{p.key for p in part} for part in (held_out, training)]
-    assert len(keys[0]) == tiny.EVAL_ROWS and len(keys[1]) == tiny.RL_ROWS and not keys[0] & keys[1]
+    assert len(keys[0]) == tiny.EVAL_ROWS
+    assert len(keys[1]) == tiny.RL_ROWS
+    assert not keys[0] & keys[1]
     warm_start = tiny.sums_and_differences(500, seed=1, exclude=keys[0] | keys[1])
     assert not {p.key for p in warm_start} & (keys[0] | keys[1])
     assert {len(p.numbers) for p in held_out[:512]} == {3, 4}

@@ -42,7 +42,7 @@ def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     if usable:
         show_columns(files.tables[0], usable[0])
         show_sources(usable)
-        show_prompts(usable, tokenizer, is_row_0=problems[0][1] is None)
+        show_prompts(usable, tokenizer, row_0_is_usable=problems[0][1] is None)
     for i, (record, problem) in enumerate(problems[:rows]):
         heading = f"row {i}"
         if problem:
@@ -71,9 +71,8 @@ def show_sources(usable: list[dict]) -> None:
         )
 
 
-def show_prompts(usable: list[dict], tokenizer: str | None, is_row_0: bool) -> None:
-    """Lengths, and with a tokenizer the first prompt as the model sees it, if it is that of
-    row 0."""
+def show_prompts(usable: list[dict], tokenizer: str | None, row_0_is_usable: bool) -> None:
+    """Lengths, and with a tokenizer row 0 as the model sees it."""
     if not tokenizer:
         show_lengths([len(bare_text(record["prompt"])) for record in usable], "characters")
         return
@@ -83,7 +82,7 @@ def show_prompts(usable: list[dict], tokenizer: str | None, is_row_0: bool) -> N
     ids_of_texts = encode(texts, add_special_tokens=False)["input_ids"]
     prompt_ids = [beginning_ids(encode, p) + ids for p, ids in zip(prompts, ids_of_texts)]
     show_lengths([len(ids) for ids in prompt_ids], "tokens")
-    if not is_row_0:
+    if not row_0_is_usable:
         return
     template = "by its chat template"
     if isinstance(prompts[0], str):

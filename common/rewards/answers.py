@@ -651,8 +651,7 @@ def spelling(text: str) -> str:
 
 
 def lower_case(word: re.Match) -> str:
-    """A word in lower case; but one or two letters are symbols, and so are three from a capital on:
-    A, Ab and ABC."""
+    """A word in lower case; but one or two letters, and three capitals, are symbols: A, Ab, ABC."""
     lower = word[0].lower()
     if lower in ("no", "yes", "odd"):
         return lower
@@ -933,10 +932,10 @@ def relation(text: str) -> Relation | None:
 def without_label(text: str) -> str:
     """5 of x = 5, of 5 = x, of Area = 5 and of x = 2 + 3 = 5; [0,1] of x in [0,1]; other texts as
     they are."""
-    found = relation(text)
-    if not found or not set(found[1]) <= EQUALITY:
+    parsed = relation(text)
+    if not parsed or not set(parsed[1]) <= EQUALITY:
         return text
-    sides, signs = found
+    sides, signs = parsed
     if signs[-1] == "\\in" and VARIABLE.fullmatch(sides[-1]):  # a \in A
         return text
     if has_prose(sides):
@@ -963,11 +962,11 @@ def unlabelled(answer: str, truth: str) -> tuple[str, str]:
 def label(text: str) -> str:
     """The x of x = 5, of 5 = x and of x = 5, 6, the Area of Area = 5; "" if there is none."""
     items = split_outside(text, SEPARATOR)
-    found = relation(items[0])
+    parsed = relation(items[0])
     if any(map(relation, items[1:])):
         return ""
-    if found and set(found[1]) <= EQUALITY:
-        sides = found[0]
+    if parsed and set(parsed[1]) <= EQUALITY:
+        sides = parsed[0]
         for side in sides if len(sides) == 2 else sides[:1]:
             if NAME.fullmatch(side) or WORDS.fullmatch(side):
                 return UPRIGHT.sub(r" \1 ", side).strip()
@@ -1009,9 +1008,10 @@ def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
     factor."""
     sides, signs = answer
     true_sides, true_signs = truth
-    intervals = [interval_of(*found) for found in (answer, truth)]
-    if all(intervals) and intervals[0][0] == intervals[1][0]:  # x \in [0, 1] is 0 \le x \le 1
-        return same(intervals[0][1], intervals[1][1], depth - 1)
+    solved = interval_of(sides, signs)
+    true_solved = interval_of(true_sides, true_signs)
+    if solved and true_solved and solved[0] == true_solved[0]:  # x \in [0, 1] is 0 \le x \le 1
+        return same(solved[1], true_solved[1], depth - 1)
     if len(signs) != len(true_signs) or not FLIPPED.keys() >= {*signs, *true_signs}:
         return False
     turned = (sides[::-1], [FLIPPED[sign] for sign in reversed(signs)])
@@ -1039,10 +1039,10 @@ def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
 def same_as_relation(text: str, other: str, depth: int) -> bool:
     """x = 5 is 5, 2 + 3 = 5 is 5, 2 < x < 5 is (2, 5), x in [0, 1] is [0, 1]; \\sqrt{2} \\approx
     1.41 is either."""
-    found = relation(text)
-    if found is None:
+    parsed = relation(text)
+    if parsed is None:
         return False
-    sides, signs = found
+    sides, signs = parsed
     if signs[-1] == "\\approx" and is_rounded(sides[-2], short_form(sides[-1]), min_digits=1):
         return any(same(side, other, depth - 1) for side in sides[-2:])
     value = without_label(text)
@@ -1054,9 +1054,9 @@ def same_as_relation(text: str, other: str, depth: int) -> bool:
     return interval is not None and same(interval[1], other, depth - 1)
 
 
-def is_result(found: Relation, truth: str, depth: int) -> bool:
+def is_result(result: Relation, truth: str, depth: int) -> bool:
     """Whether a + b = 7 or 3 + 4 = 7 tells the number that is asked for; 2x = 6 does not."""
-    sides, signs = found
+    sides, signs = result
     is_number = re.search("[0-9]", sides[-1]) and not symbols_in(sides[-1])
     if set(signs) != {"="} or not is_number or len(symbols_in(sides[0])) == 1 or has_prose(sides):
         return False
@@ -1172,8 +1172,8 @@ def solution_set(variable: str, condition: str) -> str:
     variable."""
     intervals = []
     for part in split_outside(condition, UNION):
-        found = relation(part)
-        interval = interval_of(*found) if found else None
+        parsed = relation(part)
+        interval = interval_of(*parsed) if parsed else None
         if not interval or interval[0] != variable:
             return ""
         intervals.append(interval[1])
@@ -1240,10 +1240,10 @@ def items_of(text: str) -> list[str]:
     items = measures(text) or split_outside(text, SEPARATOR)
     if len(items) > 1 and relation(items[0]) and not any(map(relation, items[1:])):
         items[0] = without_label(items[0])
-    found: list[str] = []
+    signed_items: list[str] = []
     for item in items:
-        found += both_signs(item)
-    return found
+        signed_items += both_signs(item)
+    return signed_items
 
 
 def both_signs(text: str) -> list[str]:
@@ -1262,12 +1262,12 @@ def measures(text: str) -> list[str]:
     text = UPRIGHT.sub(r"\1", text)
     if not MEASURES.fullmatch(text):
         return []
-    found = []
+    quantities = []
     for number, unit in MEASURE.findall(text):
         if not unit_name(unit):
             return []
-        found.append(f"{number} {unit}")
-    return found
+        quantities.append(f"{number} {unit}")
+    return quantities
 
 
 def in_brackets(text: str) -> tuple[str, str, str]:

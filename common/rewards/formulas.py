@@ -161,23 +161,23 @@ def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> lis
 
 def points(symbols: list["sympy.Symbol"], scale: int = 1) -> list[Point]:
     """Four points, all positive, all negative, and mixed; no two symbols are equal at one."""
-    found: list[Point] = []
+    chosen: list[Point] = []
     for signs in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
         point = {}
         for i, symbol in enumerate(symbols):
-            magnitude = scale * Fraction(7 + 4 * i + len(found), 5 + 2 * len(found))
+            magnitude = scale * Fraction(7 + 4 * i + len(chosen), 5 + 2 * len(chosen))
             point[symbol] = signs[i % 2] * magnitude
-        found.append(point)
-    return found
+        chosen.append(point)
+    return chosen
 
 
 def integer_points(symbols: list["sympy.Symbol"]) -> list[Point]:
     """Four points, in two the symbols grow from the first to the last, in two they fall."""
-    found: list[Point] = []
+    chosen: list[Point] = []
     for order in (symbols, symbols[::-1]):
         for first in (3, 6):
-            found.append({symbol: Fraction(first + 2 * i) for i, symbol in enumerate(order)})
-    return found
+            chosen.append({symbol: Fraction(first + 2 * i) for i, symbol in enumerate(order)})
+    return chosen
 
 
 def check_real(expression: "sympy.Expr") -> None:

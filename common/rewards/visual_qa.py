@@ -28,7 +28,8 @@ def score_visual_qa(solution: str, answers: list[str] | str) -> dict:
     anls: how close the spelling is.
     """
     is_single = isinstance(answers, str | Real | Mapping)
-    truths = [unboxed(truth_text(answer)) for answer in ([answers] if is_single else answers)]
+    accepted = [answers] if is_single else answers
+    truths = [unboxed(truth_text(answer)) for answer in accepted]
     truths = [truth for truth in truths if len(truth) <= MAX_CHARACTERS and plain(truth)]
     if not truths:
         raise ValueError(
@@ -275,12 +276,15 @@ def words(text: str) -> str:
     return re.sub(rf"{COMMA}\s*|\s+", " ", without_articles)
 
 
-# 18-24 and 19-25 are both -6 as formulas, so a text is one only with something of these:
+# a letter that stands alone, or a command
 SYMBOL = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
-MARKED = re.compile(r"(?<![A-Za-z'\"“‘`])[A-Za-z]'+(?![A-Za-z])|[0-9]!+")  # not a letter in quotes
+# x' and 5!, but not a letter in quotes
+MARKED = re.compile(r"(?<![A-Za-z'\"“‘`])[A-Za-z]'+(?![A-Za-z])|[0-9]!+")
+# in a text with one of these, letters are symbols
 SYMBOLS = re.compile(
     r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)|[a-z0-9})]\s*[\^_=]", re.IGNORECASE
 )
+# a text with one of these is a formula; 18-24 is none, which would equal 19-25
 FORMULA = re.compile(r"\\frac|\\sqrt|\\pi|[√π^]|[\w)}]\s*[+*]\s*[\w({\\]")
 
 
@@ -308,7 +312,7 @@ def similarity(answer: str, truth: str) -> float:
 
 def edit_distance(a: str, b: str) -> int:
     """Levenshtein's: insertions, deletions and substitutions from a to b."""
-    previous = list(range(len(b) + 1))  # [j]: from what precedes a character of a to b[:j]
+    previous = list(range(len(b) + 1))  # [j]: distance to b[:j] from the characters of a so far
     for i, char in enumerate(a, start=1):
         current = [i]
         for j, other in enumerate(b, start=1):

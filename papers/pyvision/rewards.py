@@ -78,14 +78,13 @@ score.timeout_s = 600  # a little more than the PATIENCE_S of a judge that is aw
 
 def family_of(data_source: str) -> str:
     """The family of a row. ValueError if its data_source is in none."""
-    known = []
+    all_patterns = []
     for family, patterns in FAMILIES.items():
         if any(fnmatchcase(data_source, pattern) for pattern in patterns):
             return family
-        known += patterns
-    raise ValueError(
-        f"no reward of PyVision-RL for data_source {data_source!r}; known are {', '.join(known)}"
-    )
+        all_patterns += patterns
+    known = ", ".join(all_patterns)
+    raise ValueError(f"no reward of PyVision-RL for data_source {data_source!r}; known are {known}")
 
 
 async def score_judged(

@@ -1,10 +1,12 @@
-"""PyVision-RL's rows in verl's columns: pictures as bytes, in the prompt or for the interpreter
+r"""PyVision-RL's rows in verl's columns: pictures as bytes, in the prompt or for the interpreter
 alone.
 
-    P=papers.pyvision.rows
-    python -m $P --source train.json --media-root FOLDER --out data/pyvision.parquet
-    python -m $P --source train_1.parquet,train_2.parquet --out data/pyvision.parquet
-    python -m $P --source val.json --media-root FOLDER --like train.json --out data/val.parquet
+    python -m papers.pyvision.rows --source train.json --media-root FOLDER \
+        --out data/pyvision.parquet
+    python -m papers.pyvision.rows --source train_1.parquet,train_2.parquet \
+        --out data/pyvision.parquet
+    python -m papers.pyvision.rows --source val.json --media-root FOLDER --like train.json \
+        --out data/val.parquet
 
 The columns of rows (.parquet, .json, .jsonl) tell which of these they are:
 
@@ -120,8 +122,8 @@ def convert(record: Mapping, index: int, root: Path | None) -> dict:
     """The row of a record with a prompt, whose wording stays."""
     env_name = record.get("env_name") or ""
     if env_name not in (*SHOWN, *MODES):
-        known = ", ".join(filter(None, {*SHOWN, *MODES}))
-        raise BadRow(f"env_name {env_name!r:.60}: known are {known}")
+        names = ", ".join(filter(None, {*SHOWN, *MODES}))
+        raise BadRow(f"env_name {env_name!r:.60}: known are {names}")
     messages = []
     for message in record["prompt"]:
         role = text_of(message["role"], "a role")

@@ -26,7 +26,10 @@ class LocalJudge:
     models = b'{"object": "list", "data": [{"id": "judge-of-tests", "object": "model"}]}'
 
     def __init__(self, behave=lambda number, answer: None, port: int = 0):
-        self.behave, self.asked, self.requests, self.lock = behave, [], [], threading.Lock()
+        self.behave = behave
+        self.asked = []
+        self.requests = []
+        self.lock = threading.Lock()
         self.server = Server(("127.0.0.1", port), self.handler())
         self.port = self.server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"

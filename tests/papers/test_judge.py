@@ -25,7 +25,8 @@ from papers.pyvision import judge as judging
 from papers.pyvision.judge import TRIES, Judge, open_judge
 from papers.pyvision.judge_prompt import EXAMPLES, Case, messages, verdict_of
 
-KEY, PASSWORD = "sk-1234-5678", "pass@word"
+KEY = "sk-1234-5678"
+PASSWORD = "pass@word"
 BASIC = b64encode(f"me:{PASSWORD}".encode()).decode()
 SECRETS = (KEY, PASSWORD, "pass%40word", BASIC)
 SCORE = f"{ROOT}/papers/pyvision/rewards.py:score"
@@ -157,7 +158,8 @@ def test_what_a_reply_says(reply):
 @pytest.mark.parametrize("family", EXAMPLES)
 def test_each_family_has_examples_of_both_verdicts(family):
     examples = EXAMPLES[family]
-    assert {judgement for *_, judgement in examples} == {0, 1} and len(examples) >= 5
+    assert {judgement for *_, judgement in examples} == {0, 1}
+    assert len(examples) >= 5
     user = messages(Case(family, "Why?", "B", "A"))[-1]["content"]
     assert user.endswith("[Question] Why?\n[Reference answer] B\n[Model's answer] A\nJudgement:")
     assert len(re.findall(r"^Judgement: [01]$", user, re.MULTILINE)) == len(examples)
@@ -285,9 +287,11 @@ def test_verdicts_are_kept(serve, monkeypatch):
     judge = judge_of(server)
     other = Case("math", "another question", "right", "right")
     for _ in range(2):
-        assert verdicts(judge, [THREE[0], other]) == [1.0, 1.0] and len(server.asked) == 2
+        assert verdicts(judge, [THREE[0], other]) == [1.0, 1.0]
+        assert len(server.asked) == 2
     monkeypatch.setattr(judging, "CACHED", 2)
-    assert verdicts(judge, THREE[1:2]) == [0.0] and list(judge.verdicts) == THREE[1:2]
+    assert verdicts(judge, THREE[1:2]) == [0.0]
+    assert list(judge.verdicts) == THREE[1:2]
 
 
 def test_proxies_are_ignored(serve, monkeypatch):
@@ -477,7 +481,8 @@ def workers(monkeypatch, tmp_path):
 
 def test_so_many_requests_are_under_way_at_once(serve, workers):
     """None of the first 64 is answered before all are under way; the verdicts are the scores."""
-    asked, full = set(), threading.Event()
+    asked = set()
+    full = threading.Event()
 
     def behave(number, answer):
         if answer.startswith("number"):
@@ -618,7 +623,8 @@ def test_a_signal_in_an_outage_ends_the_run_with_its_step(tmp_path, serve):
     (tmp_path / "reward.py").write_text(ASKS)
     run = tmp_path / "run"
     metrics = run / "metrics.jsonl"
-    is_over, signalled = threading.Event(), []
+    is_over = threading.Event()
+    signalled = []
 
     def behave(number, answer):
         if metrics.is_file() and '"step": 1,' in metrics.read_text():

@@ -78,7 +78,8 @@ def short(**changes) -> dict:
 
 def prepare(folder, rows, **options) -> list[dict]:
     """What is written of rows of JSON."""
-    source, out = folder / "rows.json", folder / "out.parquet"
+    source = folder / "rows.json"
+    out = folder / "out.parquet"
     source.write_text(json.dumps(rows))
     main(Args(str(source), out, **({"media_root": folder} | options)))
     return pq.read_table(out).to_pylist()
@@ -111,18 +112,15 @@ def test_the_first_version_and_the_release_become_the_same_row(media, vision):
     main(Args(str(media / "old.parquet"), media / "out.parquet"))
     (first,) = pq.read_table(media / "out.parquet").to_pylist()
     assert first == released
-    assert (
-        first["images"] == [{"bytes": data, "path": None}] and first["agent_name"] == "tool_agent"
-    )
+    assert first["images"] == [{"bytes": data, "path": None}]
+    assert first["agent_name"] == "tool_agent"
     assert first["prompt"][0]["content"].startswith(
         "<image_clue_0><image></image_clue_0>\nUse image_clue_0.\n"
     )
     row = load(media, vision, media_root=None)[0]
-    assert (
-        not row.problem
-        and row.tools == {"python": {}}
-        and [m.frames for m in row.media] == [[data]]
-    )
+    assert not row.problem
+    assert row.tools == {"python": {}}
+    assert [m.frames for m in row.media] == [[data]]
     assert row.extra_info["question"] == ASKED and row.ground_truth == "a dog"
 
 
@@ -134,7 +132,8 @@ def test_tags_count_the_pictures_whatever_the_row_says(media):
     )
     (row,) = prepare(media, [row])
     tags = "<image_clue_0><image></image_clue_0> and <image_clue_1><image></image_clue_1>, "
-    assert row["prompt"][0]["content"] == tags + ASKED and len(row["images"]) == 2
+    assert row["prompt"][0]["content"] == tags + ASKED
+    assert len(row["images"]) == 2
 
 
 def test_a_row_without_an_environment_has_one_turn(media, vision):
@@ -161,10 +160,8 @@ def test_pictures_that_the_prompt_does_not_show_go_to_the_interpreter(media, vis
     }
     assert row_tools(data.record(0), PYTHON) == {"python": {}}
     text = vision.processor.tokenizer.decode(data[2].prompt_ids)
-    assert (
-        "Frame Width: 50; Frame Height: 40;\nVideo Length: 2; Sample FPS: 2.00" in text
-        and "<|video_pad|>" not in text
-    )
+    assert "Frame Width: 50; Frame Height: 40;\nVideo Length: 2; Sample FPS: 2.00" in text
+    assert "<|video_pad|>" not in text
     with pytest.raises(ValueError, match="tools_kwargs names python, which --tools does not offer"):
         load(media, vision, tools={"other": PYTHON["python"]})
     assert "no --tools are given" in unheeded(data.record(1), {}, "none")
@@ -186,13 +183,16 @@ def test_a_row_can_be_read_again(media, vision, file):
         ]
 
     for i in range(2):
-        record, row = deepcopy(data.record(i)), data[i]
+        record = deepcopy(data.record(i))
+        row = data[i]
         expected = deepcopy(contents(row))
         for part in (row.prompt, row.prompt_ids, row.tools["python"], row.extra_info, row.media):
             part.clear()
         data.record(i)["extra_info"].clear()
-        assert contents(data[i]) == expected != contents(row) and data.record(i) == record
-    (shown,), (again,) = data[0].media, data[0].media
+        assert contents(data[i]) == expected != contents(row)
+        assert data.record(i) == record
+    (shown,) = data[0].media
+    (again,) = data[0].media
     assert shown is not again
     held = weakref.ref(shown)
     del shown
@@ -212,11 +212,10 @@ def test_the_same_rows_are_read_directly(media, vision):
     (media / "rows.json").write_text(json.dumps(rows))
     data = load(media, vision, file="rows.json")
     given = [data[i].tools["python"] for i in range(4)]
-    frame, png = (media / "0.png").read_bytes(), (media / "a.png").read_bytes()
-    assert (
-        given[:2] == [{}, {"image_hint_0": {"kind": "image", "frames": [png]}}]
-        and len(data[0].media) == 1
-    )
+    frame = (media / "0.png").read_bytes()
+    png = (media / "a.png").read_bytes()
+    assert given[:2] == [{}, {"image_hint_0": {"kind": "image", "frames": [png]}}]
+    assert len(data[0].media) == 1
     assert given[2] == {"video_clue_0": {"kind": "file", "frames": [b"any"]}}
     assert given[3] == {"video_clue_0": {"kind": "video", "frames": [frame]}}
     assert "no --tools are given" in unheeded(rows[1], {}, "none")
@@ -260,9 +259,8 @@ def test_our_prompt_teaches_the_protocol_and_tells_the_size_of_the_file(media):
     for mode, wording in OWN.items():
         text = wording.before + wording.after
         assert re.search(r"<code>\n```python\n.*plt\.show\(\)\n```\n</code>", text, re.DOTALL)
-        assert "<answer>\n\\boxed{the answer}\n</answer>" in text and "{" not in text.replace(
-            "\\boxed{", ""
-        )
+        assert "<answer>\n\\boxed{the answer}\n</answer>" in text
+        assert "{" not in text.replace("\\boxed{", "")
         names = {"shown": "image_clue_0", "hidden": "image_hint_0", "video": "video_clue_0"}
         assert names[mode] in text
     assert shown["extra_info"]["question"] == asked and shown["extra_info"]["id"] == "a12"
@@ -387,7 +385,9 @@ def write_video(path, frames: int = 10) -> None:
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.width = 64
+        stream.height = 48
+        stream.pix_fmt = "yuv420p"
         for i in range(frames):
             frame = av.VideoFrame.from_ndarray(
                 np.full((48, 64, 3), i * 20, np.uint8), format="rgb24"
@@ -437,9 +437,7 @@ def test_from_the_command_line(media):
     command = ["-m", "papers.pyvision.rows", "--source", media / "rows.json", "--media-root", media]
     command += ["--out", media / "out/train.parquet"]
     failed = run_script(*command, check=False, fresh=True)
-    assert (
-        failed.returncode == 1
-        and "--bad-rows drop drops them" in failed.stderr
-        and "Traceback" not in failed.stderr
-    )
+    assert failed.returncode == 1
+    assert "--bad-rows drop drops them" in failed.stderr
+    assert "Traceback" not in failed.stderr
     assert "1 rows" in run_script(*command, "--bad-rows", "drop", fresh=True).stdout

@@ -251,7 +251,8 @@ def test_mean_relative_accuracy(answer, truth, expected, source):
 def test_relative_accuracy_is_that_of_its_formula():
     """At the thresholds themselves floats would decide by their rounding."""
     for percent in range(0, 61):
-        error, truth = Fraction(percent, 100), Fraction(7, 3)
+        error = Fraction(percent, 100)
+        truth = Fraction(7, 3)
         expected = sum(error < 1 - Fraction(theta, 100) for theta in range(50, 100, 5)) / 10
         assert (
             relative_accuracy(truth * (1 + error), truth)

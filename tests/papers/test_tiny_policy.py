@@ -45,9 +45,10 @@ def workers():
 
 
 def test_what_programs_show_in_traces_is_what_the_sandbox_shows(workers):
-    texts = set()
+    outcomes = set()
     for messages, pictures in islice(tiny_policy.traces(5, guess=0.0), 12):
-        trajectory, left = Trajectory(workers, pictures[:1]), pictures[1:]
+        trajectory = Trajectory(workers, pictures[:1])
+        left = pictures[1:]
         for turn, observation in zip(messages[1::2], messages[2::2]):
             reply = trajectory(Code.find_call(turn["content"]).arguments["code"])
             shown = len(pictures) - len(left)
@@ -55,35 +56,36 @@ def test_what_programs_show_in_traces_is_what_the_sandbox_shows(workers):
             assert "".join(content) == observation["content"]
             assert reply.images == left[: len(reply.images)]
             left = left[len(reply.images) :]
-            texts.add(
-                reply.text.partition(":")[0] if reply.error else f"{len(reply.images)} figures"
-            )
+            if reply.error:
+                outcomes.add(reply.text.partition(":")[0])
+            else:
+                outcomes.add(f"{len(reply.images)} figures")
         assert not left
-    assert texts == {"Execution error", "0 figures", "1 figures"}, (
-        "each kind of program is among them"
-    )
+    assert outcomes == {"Execution error", "0 figures", "1 figures"}, "each kind of program"
 
 
 def test_traces_are_honest():
     """Who has seen the tile reads its digit, and nobody else does."""
-    read = guessed = 0
+    num_read = 0
+    num_guessed = 0
     for (messages, _), scene in zip(tiny_policy.traces(6), islice(mosaic.scenes(6), 50)):
-        answer, looks = (
-            messages[-1]["content"],
-            [Code.find_call(m["content"]) for m in messages[1:-1:2]],
-        )
+        answer = messages[-1]["content"]
+        looks = [Code.find_call(m["content"]) for m in messages[1:-1:2]]
         at_tile = looks and tiny_policy.program(scene.cell) == looks[-1].arguments["code"]
         assert (answer == tiny_policy.READ % scene.digit) == bool(at_tile)
         assert Code.find_call(answer) is None
-        score = score_response(reward_function("tiny-vl"), "tiny-vl", answer, str(scene.digit))[
-            "score"
-        ]
-        read, guessed = read + (score == 1.0 and bool(at_tile)), guessed + (not at_tile)
-    assert read > 6 and guessed > 20
+        scorer = reward_function("tiny-vl")
+        rewards = score_response(scorer, "tiny-vl", answer, str(scene.digit))
+        if not at_tile:
+            num_guessed += 1
+        elif rewards["score"] == 1.0:
+            num_read += 1
+    assert num_read > 6
+    assert num_guessed > 20
     experts = tiny_policy.traces(7, **tiny_policy.EXPERT)
-    assert all(
-        len(messages) == 4 and len(pictures) == 2 for messages, pictures in islice(experts, 5)
-    )
+    for messages, pictures in islice(experts, 5):
+        assert len(messages) == 4
+        assert len(pictures) == 2
 
 
 def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(
@@ -105,9 +107,11 @@ def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     options = {"max_prompt_tokens": 64, "vision": vision, "tools": workers.tools}
     asked = prompts_of(str(tmp_path / "rows.parquet"), tokenizer=tokenizer, **options)
-    turns, endings = Turns(tokenizer, workers, vision), set()
+    turns = Turns(tokenizer, workers, vision)
+    endings = set()
     for i, (messages, _) in enumerate(traces):
-        expected, said = taught.episode(i), [message["content"] for message in messages[1::2]]
+        expected = taught.episode(i)
+        said = [message["content"] for message in messages[1::2]]
         (episode,), _ = run([said], turns, asked[i])
         for name in ("prompt_ids", "response_ids", "loss_mask"):
             assert getattr(episode, name) == getattr(expected, name), name

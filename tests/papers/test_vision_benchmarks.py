@@ -115,17 +115,16 @@ def test_vstars_options_are_shuffled_and_the_truth_moves_along(tmp_path, vstar):
     assert sources == ["vstar/direct_attributes"] * 6 + ["vstar/relative_position"]
     letters = []
     for row in rows:
-        truth, text = row["reward_model"]["ground_truth"], row["prompt"][0]["content"]
+        truth = row["reward_model"]["ground_truth"]
+        text = row["prompt"][0]["content"]
         letters.append(truth["answer"])
         assert truth["options"]["ABCD".index(truth["answer"])] == OPTIONS[0]
         listed = "\n".join(
             f"{letter}. {option}" for letter, option in zip("ABCD", truth["options"])
         )
         assert row["extra_info"]["question"] == f"What color is the cup?\n{listed}"
-        assert (
-            f"{listed}\nAnswer with the letter" in text
-            and "Image Width: 100; Image Height: 6" in text
-        )
+        assert f"{listed}\nAnswer with the letter" in text
+        assert "Image Width: 100; Image Height: 6" in text
     assert len(set(letters)) > 1
     main(Args(tmp_path / "out", vstar=vstar))
     assert written(tmp_path, "vstar") == rows, "the same seed"
@@ -192,9 +191,8 @@ def test_tir_bench_as_published_and_as_pyvision_has_it(tmp_path):
     (folder / "TIR-Bench.json").write_text(json.dumps(table))
     main(Args(tmp_path / "out", tir=folder))
     rows = written(tmp_path, "tir_bench")
-    assert len(TIR_TASKS) == 13 and [row["data_source"] for row in rows[:13]] == [
-        f"tir_bench/{t}" for t in TIR_TASKS
-    ]
+    assert len(TIR_TASKS) == 13
+    assert [row["data_source"] for row in rows[:13]] == [f"tir_bench/{t}" for t in TIR_TASKS]
     two = rows[13]["prompt"][0]["content"]
     assert two.startswith(
         "<image_clue_0><image></image_clue_0><image_clue_1><image></image_clue_1>\n"
@@ -229,11 +227,9 @@ def test_a_bad_row_is_told_by_file_row_and_reason(tmp_path, hrbench, name, capsy
         options = {"hrbench": hrbench}
     with pytest.raises(ValueError, match="1 unusable rows") as raised:
         main(Args(tmp_path / "out", **options))
-    assert (
-        why in str(raised.value)
-        and " row 1: " in str(raised.value)
-        and not list((tmp_path / "out").glob("*"))
-    )
+    assert why in str(raised.value)
+    assert " row 1: " in str(raised.value)
+    assert not list((tmp_path / "out").glob("*"))
     main(Args(tmp_path / "out", **options, bad_rows="drop"))
     assert "warning: 1 unusable rows (dropped)" in capsys.readouterr().out
 
@@ -325,7 +321,8 @@ SCORES = [  # task, question, truth, answers and their scores
 
 @pytest.mark.parametrize("task, question, truth, answers", SCORES)
 def test_the_rules_of_the_tasks(task, question, truth, answers):
-    source, fn = f"tir_bench/{task}", tir_bench_reward
+    source = f"tir_bench/{task}"
+    fn = tir_bench_reward
     for answer, score in answers.items():
         said = f"<answer>\n\\boxed{{1}}\n</answer> no: <answer>\n\\boxed{{{answer}}}\n</answer>"
         rewards = score_response(fn, source, said, truth, {"question": question})
@@ -348,9 +345,8 @@ def test_an_answer_that_resembles_no_option_is_not_a():
     that are far."""
     assert letter_of("it cannot be seen", MAZE) == "" and letter_of("", MAZE) == ""
     assert letter_of("13 or 17 percent", COLOR) == "", "two are as near"
-    assert (
-        options_of("How many A and B are there?") == {} and letter_of("A and B", "How many?") == ""
-    )
+    assert options_of("How many A and B are there?") == {}
+    assert letter_of("A and B", "How many?") == ""
 
 
 def test_numbers_in_an_answer_are_not_run_together():
@@ -452,6 +448,6 @@ def test_the_documented_evaluation_reports_each_part(tmp_path, hrbench):
     options += ["--eval-samples", 2, "--eval-temperature", 0.01, "--max-response-tokens", 4]
     options += ["--max-prompt-tokens", 2000, "--output-dir", tmp_path / "run"]
     options += ["--reward-function", "papers/pyvision/rewards.py:score"]
-    said = run_script("grpo.py", "--eval-only", *options).stdout
-    assert "tir_bench/math" in said and "tir_bench/ocr" in said
+    output = run_script("grpo.py", "--eval-only", *options).stdout
+    assert "tir_bench/math" in output and "tir_bench/ocr" in output
     assert len(pq.read_table(tmp_path / "run/eval_samples.parquet")) == 4
