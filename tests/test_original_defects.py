@@ -159,5 +159,6 @@ def test_the_filter_leaves_groups_out_and_repeats_none(turns):
     groups = [run([["a"], ["b"]], turns, image_row(turns))[0] for _ in range(3)]
     for place, group in enumerate(groups):
         for i, e in enumerate(group):
-            e.prompt_index, e.rewards = place, {"score": float(i * (place == 1))}
+            e.prompt_index = place
+            e.set_rewards({"score": float(i * (place == 1))})
     assert unequal_groups([e for group in groups for e in group]) == groups[1]
