@@ -212,8 +212,8 @@ class Conversations:
     """Rows of .parquet, .jsonl and .json files (a list of rows), kept in Arrow until they are used.
 
     Files, rows and pictures that cannot be used raise a ValueError here, at start-up, with file,
-    row and reason. With a `world`, which is collective on all ranks, the first rank of each machine
-    scans the rows for the others.
+    row and reason. With a `world` all ranks call this, and the first rank of each machine scans the
+    rows for the others.
     """
 
     def __init__(

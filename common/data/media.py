@@ -46,7 +46,8 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
             )
     if any(not isinstance(frames, list) or not frames for frames in videos):
         raise BadRow("a video is given as the list of its frames")
-    return [(kind, pictures_of_kind[kind].pop(0)) for kind in kinds]
+    remaining = {kind: iter(pictures) for kind, pictures in pictures_of_kind.items()}
+    return [(kind, next(remaining[kind])) for kind in kinds]
 
 
 def images_of(record: Mapping, text: str) -> list:

@@ -46,7 +46,7 @@ class Prepared:
     prompt: Prompt  # cleaned
     messages: Prompt  # for the template: with tools, typed parts, and control tokens as text
     pictures: list[Picture]
-    tools: dict[str, dict]  # on offer
+    tools: dict[str, dict]  # on offer: name -> the row's keyword arguments
     spelled: bool  # whether a message spelled a control token
 
 
@@ -56,8 +56,8 @@ class PromptData:
     Files and rows that cannot be used raise a ValueError here, at start-up, with file, row, reason
     and the flag that helps. `max_rows` limits the concatenated files before anything is dropped.
     With --eval-only or a class as --environment a row may lack its truth: then it is sampled, and
-    not scored. `plays` says that --environment is such a class. With a `world`, which is collective
-    on all ranks, the first rank of each machine scans the rows for the others.
+    not scored. `plays` says that --environment is such a class. With a `world` all ranks call this,
+    and the first rank of each machine scans the rows for the others.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class PromptData:
             say(f"warning: {flag}: {count} rows ask in vain for something: {request}")
 
     def _scan(self) -> ScanReport:
+        """Look at every row once, without tokenising every text."""
         report = ScanReport()
         if self.answered == "own" and self._no_row_has_arguments():
             report.all_answered = True
@@ -272,22 +273,14 @@ class PromptData:
                 )
         if not isinstance(render.answer_kwargs(record, self.answered) or {}, dict):
             raise BadRow("extra_info.interaction_kwargs is no object")
-        offered = render.row_tools(record, self.tools) if self.tools else {}
+        kwargs_of_tool = render.row_tools(record, self.tools) if self.tools else {}
+        tools = {name: self.tools[name] for name in kwargs_of_tool}
         messages = prompt
         if not isinstance(prompt, str):
             messages = render.as_text(prompt, self.spaced)
-        return Prepared(
-            prompt=prompt,
-            messages=render.to_messages(
-                messages,
-                self.tokenizer,
-                tools={name: self.tools[name] for name in offered},
-                pictures=bool(pictures),
-            ),
-            pictures=pictures,
-            tools=offered,
-            spelled=messages != prompt,
-        )
+        spelled = messages != prompt
+        messages = render.to_messages(messages, self.tokenizer, tools, pictures=bool(pictures))
+        return Prepared(prompt, messages, pictures, kwargs_of_tool, spelled)
 
     def _is_played(self, record: dict) -> bool:
         """Whether an environment plays with the row."""

@@ -13,7 +13,8 @@ from common.pictures import Media
 from common.types import trim
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-CODE_OPEN, CODE_CLOSE, FENCE = "<code>", "</code>", "```python"
+CODE_OPEN, CODE_CLOSE = "<code>", "</code>"
+FENCE = "```python"
 BEGIN, END = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
 CODE_TAUGHT = (CODE_OPEN, "<image_clue_0>")  # in prompts that teach programs between tags
 CALL_ID = "tool_call"  # Mistral's templates want nine characters
@@ -231,11 +232,11 @@ class Code(Protocol):
         return [*parts, END]
 
 
-def error_text(why: str, role: str) -> str:
+def error_text(reason: str, role: str) -> str:
     """The text of a reply that is an error; user messages belong to the protocol `Code`."""
     if role == "user":
-        return trim(f"\nExecution error:\n{why}\n")
-    return trim(f"Error: {why}")
+        return trim(f"\nExecution error:\n{reason}\n")
+    return trim(f"Error: {reason}")
 
 
 class Native(Protocol):

@@ -73,16 +73,17 @@ class RowFiles:
             self.paths += find_files(name.strip(), flag)
         self.tables: list[pa.Table] = []
         self.starts: list[int] = []  # index of each table's first row
-        end = 0
+        num_rows = 0  # of the files so far
         for path in self.paths:
             table = read_file(path, flag, once)
             if convert:
                 table = convert(table, path)
-            self.starts.append(end)
-            end += len(table)
-            if max_rows is not None:
-                table = table.slice(0, max(0, max_rows - self.starts[-1]))
-            self.tables.append(table)
+            self.starts.append(num_rows)
+            if max_rows is None:
+                self.tables.append(table)
+            else:
+                self.tables.append(table.slice(0, max(0, max_rows - num_rows)))
+            num_rows += len(table)
 
     @property
     def suffix(self) -> str:
@@ -142,15 +143,15 @@ class RowFiles:
         file = bisect_right(self.starts, index) - 1
         return file, index - self.starts[file]
 
-    def refuse(self, reasons: dict[int, str], what: str, drop: bool) -> None:
+    def refuse(self, reasons: dict[int, str], heading: str, drop: bool) -> None:
         """Raise a ValueError with the first five of the rows, if there are any; with `drop` warn.
 
-        reasons: row index -> what is wrong with it. what: heading of the message.
+        reasons: row index -> what is wrong with it. heading: of the message.
         """
         if not reasons:
             return
         state = "dropped" if drop else "--bad-rows drop drops them"
-        message = f"{self.flag}: {len(reasons)} {what} ({state}); the first:"
+        message = f"{self.flag}: {len(reasons)} {heading} ({state}); the first:"
         for index in list(reasons)[:5]:
             message += f"\n  {self.place(index)}: {shorten(reasons[index], 2000)}"
         if not drop:
@@ -247,9 +248,9 @@ def validated(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def refuse_other_kinds(path: Path, start: bytes) -> None:
     """ValueError if a file is no JSON, judged by its beginning `start` and its name."""
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()
-    for beginning, what in NO_ROWS.items():
+    for beginning, description in NO_ROWS.items():
         if text.lower().startswith(beginning):
-            raise ValueError(f"it is {what}")
+            raise ValueError(f"it is {description}")
     if kind_of(path) in ("", ".parquet") and not text.startswith((b"[", b"{")):
         raise ValueError(f"it begins with {start[:20]!r}")
 
