@@ -54,20 +54,10 @@ def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
     """
     control = socket.socket(fileno=0)
     confined = bool(program_filter)
-    if confined:  # process 1 ignores signals of its children that have no handler
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        prctl(PR_SET_DUMPABLE, 0)  # no child reads or writes its memory
-    else:
-        # orphans of a child are adopted here, as process 1 adopts them
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
     kept = kept.split(":") if kept else []
+    guard(confined)
     preload()
-    # afterwards Python has allocated whatever it allocates in the first calls of a function
-    for _ in range(20):
-        excess_of(os.getpid(), folder)
-        signal_children(signal.SIGCONT)
-        end_children(confined)
-        wipe(folder, kept=kept)
+    warm_up(folder, kept, confined)
     fillers = fillers_of(count_free_blocks(folder))
     filling = iter(fillers)
     limits = limits_of_child(float(memory_gib))
@@ -109,6 +99,26 @@ def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
             os.close(number)
         control.send(b"done")
     end_children(confined)
+
+
+def guard(confined: bool) -> None:
+    """Keep this process from its children, and them from surviving."""
+    if confined:  # process 1 ignores signals of its children that have no handler
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        prctl(PR_SET_DUMPABLE, 0)  # no child reads or writes its memory
+    else:
+        # orphans of a child are adopted here, as process 1 adopts them
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def warm_up(folder: str, kept: list[str], confined: bool) -> None:
+    """Call what the loop calls. Afterwards Python has allocated whatever it allocates in the first
+    calls of a function, and the memory of this process stays the same."""
+    for _ in range(20):
+        excess_of(os.getpid(), folder)
+        signal_children(signal.SIGCONT)
+        end_children(confined)
+        wipe(folder, kept=kept)
 
 
 def preload() -> None:
