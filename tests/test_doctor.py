@@ -14,6 +14,7 @@ from helpers import deadline, run_script
 from test_docs import blocks
 
 from common import doctor
+from common.doctor import Check
 
 
 def pasted() -> list[str]:
@@ -28,7 +29,7 @@ def test_the_doctor_as_pasted():
     secrets = {"WANDB_API_KEY": "sesame"}
     done = run_script(*arguments, env=secrets, fresh=True)
     answers = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    assert list(answers) == list(doctor.ASKED)
+    assert list(answers) == list(doctor.CHECKS)
     assert (
         re.fullmatch(r"[0-9a-f]{40}(-dirty)?|None", answers["commit"])
         and "torch 2" in answers["packages"]
@@ -45,7 +46,7 @@ def test_the_doctor_as_pasted():
 
 @pytest.mark.parametrize("asked, code", [("--help", 0), ("--paste", 2)])
 def test_the_command_teaches_before_it_runs(monkeypatch, capsys, asked, code):
-    monkeypatch.setattr(doctor, "ASKED", {"anything": {"program": "print('asked')"}})
+    monkeypatch.setattr(doctor, "CHECKS", {"anything": Check("print('asked')")})
     monkeypatch.setattr(sys, "argv", ["doctor.py", asked])
     with pytest.raises(SystemExit) as ended:
         doctor.main()
@@ -57,10 +58,10 @@ def test_the_command_teaches_before_it_runs(monkeypatch, capsys, asked, code):
     assert capsys.readouterr().out == "anything: asked\n"
 
 
-def test_every_question_is_a_program():
-    for what, item in doctor.ASKED.items():
-        compile(item["program"], what, "exec")
-        assert item.keys() <= {"program", "remedy"}, what
+def test_every_check_is_run():
+    names = [name for name in vars(doctor) if name.startswith(("report_", "try_"))]
+    programs = [check.program for check in doctor.CHECKS.values()]
+    assert programs == [f"from common.doctor import {name}; {name}()" for name in names]
 
 
 def test_the_doctor_tells_what_the_container_leaves(monkeypatch, capsys):
@@ -68,8 +69,8 @@ def test_the_doctor_tells_what_the_container_leaves(monkeypatch, capsys):
     monkeypatch.setattr("common.limits.free_memory", lambda: 3 * 2**28)
     monkeypatch.setattr("common.limits.total_memory", lambda: 2**29 * 7)
     monkeypatch.setattr("common.limits.usable_cpus", lambda: 7)
-    for what in ("CPUs", "memory"):
-        exec(doctor.ASKED[what]["program"], {})
+    doctor.report_cpus()
+    doctor.report_memory()
     cpus, memory = capsys.readouterr().out.splitlines()
     assert cpus.startswith(f"7 of {os.cpu_count()} ") and memory.startswith(
         "0.8 GiB free of 3.5; the machine has "
@@ -77,15 +78,16 @@ def test_the_doctor_tells_what_the_container_leaves(monkeypatch, capsys):
 
 
 def test_what_fails_dies_or_hangs_costs_a_line(monkeypatch, capsys):
-    bad = {
-        "fails": {"program": "import no_such_package", "remedy": "install it"},
-        "dies": {"program": "import os; print(1); os.abort()", "remedy": "tell us"},
-        "hangs": {"program": "import time; time.sleep(60)", "remedy": "wait"},
-        "silent": {"program": "pass"},
-        "names": {"program": f"raise OSError('/home/me/x.so of {platform.node()}: cannot open')"},
-        "works": {"program": "print('yes')"},
+    foreign = f"raise OSError('/home/me/x.so of {platform.node()}: cannot open')"
+    checks = {
+        "fails": Check("import no_such_package", "install it"),
+        "dies": Check("import os; print(1); os.abort()", "tell us"),
+        "hangs": Check("import time; time.sleep(60)", "wait"),
+        "silent": Check("pass"),
+        "names": Check(foreign),
+        "works": Check("print('yes')"),
     }
-    monkeypatch.setattr(doctor, "ASKED", bad)
+    monkeypatch.setattr(doctor, "CHECKS", checks)
     monkeypatch.setattr(doctor, "SECONDS", 2)
     monkeypatch.setattr(sys, "argv", ["doctor.py"])
     start = time.monotonic()

@@ -34,9 +34,10 @@ from helpers import wait_until
 from PIL import Image
 from test_python_tool import Trajectory
 
-from common.sandbox import namespaces, python, sandbox, seccomp
+from common.sandbox import namespaces, python, replies, sandbox, seccomp
 from common.sandbox.python import PythonWorkers
-from common.sandbox.sandbox import Sandbox, as_reply, can_be_shown
+from common.sandbox.replies import can_be_shown, parse_reply, split_figures
+from common.sandbox.sandbox import Sandbox
 from common.workers.process import Link
 
 SECRET = "the truth is 42"
@@ -163,20 +164,35 @@ def inside(old: str, new: str = "") -> Weaken:
 
 
 def trainer(function, old: str, new: str = "") -> Weaken:
-    """Text of a function or method of sandbox.py."""
+    """Text of a function of replies.py, or of a method of `Sandbox`."""
     text = textwrap.dedent(inspect.getsource(function))
     assert old in text, f"no protection reads {old!r} any more"
 
     def weaken(patch):
-        exec(compile(text.replace(old, new), function.__name__, "exec"), vars(sandbox), made := {})
-        owner = Sandbox if "." in function.__qualname__ else sandbox
-        patch.setattr(owner, function.__name__, made[function.__name__])
+        module = inspect.getmodule(function)
+        definitions = {}
+        code = compile(text.replace(old, new), function.__name__, "exec")
+        exec(code, vars(module), definitions)
+        weakened_function = definitions[function.__name__]
+        if module is sandbox:
+            patch.setattr(Sandbox, function.__name__, weakened_function)
+        else:
+            set_everywhere(patch, function.__name__, weakened_function)
 
     return weaken
 
 
 def value(name: str, new) -> Weaken:
-    return lambda patch: patch.setattr(sandbox, name, new)
+    """A value of sandbox.py or replies.py."""
+    return lambda patch: set_everywhere(patch, name, new)
+
+
+def set_everywhere(patch: pytest.MonkeyPatch, name: str, new) -> None:
+    """Where a module has imported it from the other one, too."""
+    modules = [module for module in (sandbox, replies) if hasattr(module, name)]
+    assert modules
+    for module in modules:
+        patch.setattr(module, name, new)
 
 
 NO_CAPABILITIES = options("--cap-drop ALL ")
@@ -185,7 +201,7 @@ DUMPABLE = inside("        prctl(PR_SET_DUMPABLE, 0)", "        pass")
 WHOLE_OUTPUT = [
     value("MAX_JSON", 2**40),
     value("trim", str),
-    inside("MAX_ERROR = 3900,", "MAX_ERROR = 10**9,"),
+    inside("MAX_TEXT = 3900", "MAX_TEXT = 10**9"),
 ]
 RETRY = trainer(Sandbox.lost, "(State.REPEATING", "(State.CLEANING, State.REPEATING")
 STANDS_STILL = trainer(Sandbox.on_message, 'self.order(b"stop")', "pass")
@@ -382,18 +398,18 @@ ATTACKS = [
     ),
     Attack(
         "a file of 512 MB",
-        inside("FILE_BYTES, OPEN_FILES = 2**28", "FILE_BYTES, OPEN_FILES = 2**30"),
+        inside("FILE_BYTES = 2**28", "FILE_BYTES = 2**30"),
         "f = open('/tmp/f', 'wb'); f.seek(2**29); f.write(b'x'); f.flush(); escaped()",
     ),
     Attack(
         "20,000 files",
-        inside("MAX_FILES, MAX_THREADS = 10_000", "MAX_FILES, MAX_THREADS = 10**9"),
+        inside("MAX_FILES = 10_000", "MAX_FILES = 10**9"),
         "for i in range(20000): os.close(os.open(f'/tmp/{i}', os.O_CREAT))\ntime.sleep(1)\n"
         "escaped()",
     ),
     Attack(
         "1,000 open files",
-        inside("FILE_BYTES, OPEN_FILES = 2**28, 256", "FILE_BYTES, OPEN_FILES = 2**28, 4096"),
+        inside("OPEN_FILES = 256", "OPEN_FILES = 4096"),
         "keep = [os.open('/dev/null', 0) for _ in range(1000)]; escaped()",
     ),
     # what the next trajectory finds
@@ -406,7 +422,11 @@ ATTACKS = [
     Attack(
         "a name for the next trajectory",
         [
-            trainer(Sandbox.holds, "block.trajectory, len(block.earlier)", "self.trajectory, 1"),
+            trainer(
+                Sandbox.holds,
+                "self.trajectory != block.trajectory or self.num_blocks != len(block.earlier)",
+                "self.num_blocks != 1",
+            ),
             trainer(Sandbox.begin, "block.earlier[-1][1]", "0"),
         ],
         "import builtins; builtins.left = 1",
@@ -471,7 +491,7 @@ ATTACKS = [
     rule("memfd_create", "escaped(os.memfd_create('x'))"),
     Attack(
         "300 threads",
-        inside("MAX_FILES, MAX_THREADS = 10_000, 256", "MAX_FILES, MAX_THREADS = 10_000, 10**6"),
+        inside("MAX_THREADS = 256", "MAX_THREADS = 10**6"),
         "threading.stack_size(65536)\n"
         "for _ in range(300): threading.Thread(target=time.sleep, args=(3,), daemon=True).start()\n"
         "time.sleep(1)\nescaped()",
@@ -703,14 +723,18 @@ ATTACKS = [
     Attack("20 MB of text", WHOLE_OUTPUT, "print('x' * 20_000_000)", succeeded=long),
     Attack(
         "20 MB of an error",
-        [value("MAX_JSON", 2**40), value("trim", str), inside("3900, 1000", "3900, 10**9")],
+        [
+            value("MAX_JSON", 2**40),
+            value("trim", str),
+            inside("MAX_ERROR = 1000", "MAX_ERROR = 10**9"),
+        ],
         "raise ValueError('x' * 20_000_000)",
         succeeded=long,
     ),
     # the reply, forged
     Attack(
         "a reward for blanks",
-        trainer(as_reply, "text.strip()", "text"),
+        trainer(parse_reply, "text.strip()", "text"),
         "forge('\\n \\n')",
         succeeded=earns,
     ),
@@ -760,7 +784,7 @@ ATTACKS = [
     ),
     Attack(
         "pictures that are not there",
-        trainer(as_reply, "sum(sizes) != len(figures) or "),
+        trainer(split_figures, "sum(sizes) != len(figures) or "),
         "forge('', figures=[png(4, 4)], sizes=[2**62])",
         succeeded=draws,
     ),

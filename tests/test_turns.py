@@ -246,7 +246,7 @@ def test_ids_are_those_of_the_whole_conversation(template, role, workers):
     ids = tokenizer.encode(render(messages, tokenizer), add_special_tokens=False)
     for said, seen in (("let me look\n", "\nseven\n"), ("again", "Error: no"), ("  ", "")):
         ids += [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
-        ids += turns.observation_ids([seen], role)
+        ids += turns.observations.ids([seen], role)
         messages += [{"role": "assistant", "content": said}, {"role": role, "content": seen}]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(
@@ -276,7 +276,7 @@ def test_a_turn_that_ends_in_another_end_token_is_closed_as_the_template_closes_
     ((episode,), _) = run([], turns, the_row, n=1, engine=OtherEnd(tokenizer, [[call, "two"]]))
     assert episode.turns == 2 and len(episode.calls) == 1
     said, last = (tokenizer.encode(text, add_special_tokens=False) for text in (call, "two"))
-    seen = turns.observation_ids([episode.calls[0]["text"]], "user")
+    seen = turns.observations.ids([episode.calls[0]["text"]], "user")
     assert tokenizer.convert_ids_to_tokens(episode.response_ids[len(said) :][:2]) == [
         "<|endoftext|>",
         "<|im_end|>",
@@ -513,7 +513,7 @@ def test_a_row_offers_no_other_tools_and_aliases_get_its_arguments(own_tools):
 def test_a_template_that_ends_no_turns_is_refused(workers):
     endless = build_tokenizer("{% for message in messages %}{{ message['content'] }}\n{% endfor %}")
     with pytest.raises(ValueError, match="does not end the assistant's turns"):
-        Turns(endless, workers).observation_ids(["x"], "user")
+        Turns(endless, workers).observations.ids(["x"], "user")
 
 
 def test_a_template_that_renders_the_last_turn_differently(workers):
@@ -529,7 +529,7 @@ def test_a_template_that_renders_the_last_turn_differently(workers):
         "\n<|im_start|>user\n<tool_response>\nhi\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert turns.tokenizer.decode(turns.observation_ids(["hi"], "tool")) == expected
+    assert turns.tokenizer.decode(turns.observations.ids(["hi"], "tool")) == expected
 
 
 def test_rows_choose_their_tools(workers):

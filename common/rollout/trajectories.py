@@ -1,16 +1,16 @@
 """Multi-turn trajectories: the policy calls tools, reads their replies, and takes the next turn."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 
-from common.data.protocols import UNSEEN, Call, Code, Protocol, error_text
+from common.data.protocols import Call, Code, Protocol, error_text
 from common.flags import Rollout
-from common.pictures import Media
 from common.processes import cpus_of_rank
 from common.progress import Progress
+from common.rollout.observations import Observations
 from common.tools import find_tool
 from common.tools.environments import (
     CLOSE,
@@ -31,7 +31,6 @@ from common.vision import Vision
 OPENING = Call(RESET)
 CLOSING = Call(CLOSE)
 ANSWERING = Call("answer()")
-PROBE = "7 apples"  # a reply that the chat template must render
 MAX_TRIED_ROWS = 100  # to find one that the function of --environment can be tried with
 
 
@@ -84,29 +83,15 @@ class Turns:
         # --environment names a function, which answers as a user does
         environment = self.flags.environment
         self.has_function = bool(environment) and not is_class(environment)
+        self.observations = Observations(tokenizer, self.protocol, vision)
         roles = {tool.role for tool in tools}
         if self.has_function:
             roles.add("user")
         for role in roles:
-            self._check_role(role)
+            self.observations.check_role(role)
         self.program_role = "user"
-        if self.code and self._can_show("tool"):
+        if self.code and self.observations.can_show("tool"):
             self.program_role = "tool"
-
-    def _check_role(self, role: str) -> None:
-        """ValueError if the chat template leaves out, or refuses, messages of a role."""
-        if PROBE not in self.protocol.observation([PROBE], role):
-            raise ValueError(
-                f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}"
-            )
-        self.observation_ids([PROBE], role)
-
-    def _can_show(self, role: str) -> bool:
-        try:
-            self._check_role(role)
-        except ValueError:
-            return False
-        return True
 
     def protocol_of(self, row: Row) -> Protocol:
         """Programs between tags if the prompt teaches them."""
@@ -214,7 +199,7 @@ class Turns:
                 # nothing else to do: wait for a tool
                 patience_s = 0.0 if engine.busy or replies else 1.0
                 for key, reply in self.workers.poll(patience_s):
-                    reply.opened = self.threads.submit(self.open_pictures, reply)
+                    reply.opened = self.threads.submit(self.observations.open_pictures, reply)
                     replies[key] = reply
                 if not engine.busy:
                     # not for long: the reply of another tool may come first
@@ -345,17 +330,7 @@ class Turns:
             self.fail(episode, OPENING, reply.text)
             return
         episode.opening = reply.text
-        opening = self.protocol.spaced(reply.text)
-        last = row.messages[-1]
-        content = last["content"]
-        if isinstance(content, str):
-            content = content + opening
-        else:
-            content = [*content, {"type": "text", "text": opening}]
-        messages = [*row.messages[:-1], last | {"content": content}]
-        ids = self.tokenizer.encode(self.protocol.prompt(messages), add_special_tokens=False)
-        if self.vision:
-            ids = self.vision.expand(ids, row.media)
+        ids = self.observations.prompt_ids(row, reply.text)
         if len(ids) > self.flags.max_prompt_tokens:
             reason = f"the prompt then has {len(ids)} tokens: raise --max-prompt-tokens"
             self.fail(episode, OPENING, reason)
@@ -392,7 +367,10 @@ class Turns:
         if self.code and call is not ANSWERING and trajectory.protocol is not self.code:
             reply = replace(reply, role=self.program_role)
         try:
-            media = reply.opened.result() if reply.opened else self.open_pictures(reply)
+            if reply.opened:
+                media = reply.opened.result()
+            else:
+                media = self.observations.open_pictures(reply)
         except ValueError as error:
             # `call_tool` sends no such picture, but a tool may have written its reply by itself
             text = error_text(f"{call.name}: {error}", reply.role)
@@ -409,7 +387,7 @@ class Turns:
                 return False
         else:
             self.record(episode, call, reply)
-        ids = self.observation_ids(
+        ids = self.observations.ids(
             [reply.text, *media], reply.role, len(episode.media), trajectory.protocol
         )
         # the policy may have sampled another end token than the template's
@@ -446,40 +424,3 @@ class Turns:
         if len(episode.response_ids) + num_tokens >= trajectory.max_tokens:
             return "length"
         return ""
-
-    def open_pictures(self, reply: ToolReply) -> list[Media]:
-        """The images of a reply, decoded; none for a model without vision. ValueError for one that
-        cannot be read."""
-        if not self.vision:
-            return []
-        limits = self.vision.limits
-        is_frame = "frames" in reply.info
-        return [Media.open("image", [image], limits, is_frame) for image in reply.images]
-
-    def observation_ids(
-        self,
-        parts: Sequence[str | Media],
-        role: str,
-        num_pictures: int = 0,
-        protocol: Protocol | None = None,
-    ) -> list[int]:
-        """The tokens between an end-of-turn token and the next turn, from the new message alone.
-
-        num_pictures: shown before. The message is tokenised behind an end-of-turn token, since some
-        tokenizers put a space before the first word of a text. ValueError if its tokens depend on
-        what comes before.
-        """
-        protocol = protocol or self.protocol
-        text = protocol.observation(parts, role, num_pictures)
-        end = self.tokenizer.eos_token
-        before = self.tokenizer.encode("-" + end, add_special_tokens=False)
-        whole = self.tokenizer.encode("-" + end + text, add_special_tokens=False)
-        ids = whole[len(before) :]
-        if whole != before + ids or before[-1] != self.tokenizer.eos_token_id:
-            raise ValueError(
-                f"tools: the tokenizer of {self.tokenizer.name_or_path!r} does not keep {end!r} "
-                "apart from what follows: take another model"
-            )
-        if self.vision:
-            ids = self.vision.expand(ids, [part for part in parts if isinstance(part, Media)])
-        return ids

@@ -1,8 +1,7 @@
-"""The interpreter of one trajectory: blocks come in by a socket, what they have printed and drawn
+"""The interpreter of one trajectory: blocks come in through a socket, and what they print and draw
 goes out.
 
-It runs in a child of server.py, and stands for nothing that it says: the program can change all of
-it.
+It runs in a child of server.py. Nothing that it sends is trusted: the program can change all of it.
 """
 
 import base64
@@ -15,10 +14,11 @@ import socket
 import traceback
 import uuid
 
-# characters that a block may print, more is cut in the middle; of an exception
-MAX_TEXT, MAX_ERROR = 3900, 1000
+MAX_TEXT = 3900  # characters that a block may print: the middle of a longer text is cut
+MAX_ERROR = 1000  # characters of an exception
 MAX_FIGURES = 8  # of a block
-MAX_PIXELS, MAX_RATIO = 4_000_000, 200  # of a figure; of its sides, which no image processor takes
+MAX_PIXELS = 4_000_000  # of a figure
+MAX_RATIO = 200  # of a figure's sides: no image processor takes that, or more
 MAX_BYTES = 2**25  # of a block's figures together, as PNG
 
 
@@ -31,7 +31,10 @@ class Session:
         import numpy as np
         from PIL import Image, ImageOps
 
-        self.connection, self.plt, self.Image, self.ImageOps = connection, plt, Image, ImageOps
+        self.connection = connection
+        self.plt = plt
+        self.Image = Image
+        self.ImageOps = ImageOps
         self.namespace = {
             "__name__": "__main__",
             "plt": plt,
@@ -40,31 +43,44 @@ class Session:
             "io": io,
             "base64": base64,
         }
-        self.drawn: list[bytes] = []
-        self.seen = self.blocks = 0  # pictures that the policy has seen; blocks so far
+        self.drawn: list[bytes] = []  # figures of the last block, as PNG
+        self.num_pictures = 0  # that the policy has seen
+        self.num_blocks = 0
         self.entropy: Entropy | None = None  # from the first block on
-        plt.show = lambda *_, **__: self.show([*map(plt.figure, plt.get_fignums())])
-        matplotlib.figure.Figure.show = lambda figure, *_, **__: self.show([figure])
+
+        def show_all(*_, **__) -> None:
+            self.show([plt.figure(number) for number in plt.get_fignums()])
+
+        def show_one(figure, *_, **__) -> None:
+            self.show([figure])
+
+        plt.show = show_all
+        matplotlib.figure.Figure.show = show_one
 
     def run(self) -> None:
+        """Run the blocks that come through the socket, until its end."""
         while job := self.receive():
             if self.entropy is None:
                 self.entropy = Entropy(job["seed"])
-            self.number_figures(job["shown"])  # of the block before
+            self.number_figures(job["num_figures"])
             for picture in job["pictures"]:
                 self.bind(picture)
             self.send(b"begun")
             text, error = self.block(job["code"])
-            reply = {"text": text, "error": error, "figures": list(map(len, self.drawn))}
+            sizes = [len(png) for png in self.drawn]
+            reply = {"text": text, "error": error, "figures": sizes}
             head = json.dumps(reply, ensure_ascii=False).encode(errors="replace")
-            self.send(b"\n".join([head, b"".join(self.drawn)]))
+            self.send(head + b"\n" + b"".join(self.drawn))
 
     def block(self, code: str) -> tuple[str, str]:
-        """(what it has printed, the exception that ended it)."""
-        self.drawn, self.blocks, output, error = [], self.blocks + 1, Output(), ""
+        """Run a block. Returns (what it printed, the exception that ended it or "")."""
+        self.drawn = []
+        self.num_blocks += 1
         if self.entropy:  # without one the caller's own random numbers stay as they are
-            self.entropy.begin(self.blocks)
-        name = f"<block {self.blocks}>"
+            self.entropy.begin(self.num_blocks)
+        name = f"<block {self.num_blocks}>"
+        output = Output()
+        error = ""
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
             try:
                 exec(compile(code, name, "exec"), self.namespace)
@@ -73,47 +89,52 @@ class Session:
         return output.text(), error
 
     def show(self, figures: list) -> None:
-        """What the policy gets to see of figures, at their own resolution; they are closed."""
+        """Draw figures for the policy, at their own resolution, and close them."""
         for figure in figures:
             if len(self.drawn) >= MAX_FIGURES:
                 raise ValueError(f"a block shows at most {MAX_FIGURES} figures")
             try:
-                # before memory
-                check_size(*(round(inches * figure.dpi) for inches in figure.get_size_inches()))
-                figure.savefig(buffer := io.BytesIO(), format="png", dpi="figure")
-                check_size(*self.Image.open(buffer).size)  # a margin may have been added
-            except BaseException:  # it would stand in the way of all later ones
+                png = self.png_of(figure)
+            except BaseException:  # left open, it would fail each later plt.show()
                 self.plt.close(figure)
                 raise
-            if sum(map(len, self.drawn)) + len(buffer.getvalue()) > MAX_BYTES:
+            if sum(map(len, self.drawn)) + len(png) > MAX_BYTES:
                 raise ValueError(f"the figures of a block have at most {MAX_BYTES >> 20} MB")
-            self.drawn.append(buffer.getvalue())
+            self.drawn.append(png)
             self.plt.close(figure)
 
+    def png_of(self, figure) -> bytes:
+        """ValueError for a figure that is too large."""
+        # before it takes memory
+        check_size(*(round(inches * figure.dpi) for inches in figure.get_size_inches()))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi="figure")
+        check_size(*self.Image.open(buffer).size)  # a margin may have been added
+        return buffer.getvalue()
+
     def number_figures(self, count: int) -> None:
-        """The first `count` figures of a block become image_clue_k, as the policy was shown
-        them."""
+        """Bind the first `count` figures of the last block, which the policy was shown, to
+        image_clue_k."""
         for png in self.drawn[:count]:
-            self.namespace[f"image_clue_{self.seen}"] = self.picture(png)
-            self.seen += 1
+            self.namespace[f"image_clue_{self.num_pictures}"] = self.picture(png)
+            self.num_pictures += 1
 
     def bind(self, picture: dict) -> None:
-        """A picture, or a video as its frames or as its file, gets its name."""
+        """Bind a picture, or a video (its frames, or its file), to its name."""
         frames = [base64.b64decode(frame) for frame in picture["frames"]]
         if picture["kind"] == "file":
             value = VideoFile(frames[0])
         else:
             pictures = [self.picture(frame) for frame in frames]
-            value = (
-                pictures[0]
-                if picture["kind"] == "image"
-                else Frames(pictures, picture.get("fps") or 1.0)
-            )
+            if picture["kind"] == "image":
+                value = pictures[0]
+            else:
+                value = Frames(pictures, picture.get("fps") or 1.0)
         self.namespace[picture["name"]] = value
-        self.seen += picture["seen"]
+        self.num_pictures += picture["seen"]
 
     def picture(self, encoded: bytes):
-        """Upright, without transparency, of 8 bits: as the policy sees it (`to_rgb` of
+        """A picture as the policy sees it: upright, in RGB, without transparency (as `to_rgb` of
         common.pictures)."""
         image = self.ImageOps.exif_transpose(self.Image.open(io.BytesIO(encoded)))
         if image.mode.startswith("I;16"):
@@ -124,16 +145,21 @@ class Session:
         return image.convert("RGB")
 
     def receive(self) -> dict | None:
+        """The next job; None at the end of the socket."""
         head = self.read(8)
-        return json.loads(self.read(int.from_bytes(head, "big"))) if head else None
+        if not head:
+            return None
+        return json.loads(self.read(int.from_bytes(head, "big")))
 
     def read(self, size: int) -> bytes:
-        """Nothing at the end. Without a buffer: what comes in one piece or in several leaves memory
-        alike."""
+        """That many bytes; b"" at the end of the socket. Without a buffer: the state of memory does
+        not depend on whether they come in one piece."""
         data = self.connection.recv(size, socket.MSG_WAITALL)
         while data and len(data) < size:
-            more = self.connection.recv(size - len(data), socket.MSG_WAITALL)
-            data = data + more if more else b""
+            piece = self.connection.recv(size - len(data), socket.MSG_WAITALL)
+            if not piece:
+                return b""
+            data += piece
         return data
 
     def send(self, message: bytes) -> None:
@@ -141,40 +167,55 @@ class Session:
 
 
 class Entropy:
-    """In the place of the system's: what is drawn without a seed follows from the trajectory, the
-    block, and how much it has drawn before, so that a block that is run again draws the same. Not
-    os.urandom itself, and what asks it."""
+    """Replaces the system's entropy, so that a block that runs again draws the same random numbers.
+
+    What is drawn without a seed follows from the trajectory, the block, and the number of draws
+    before. os.urandom itself, and what reads it directly, stays random.
+    """
 
     def __init__(self, seed: str):
         import numpy as np
 
         self.seed = seed
-        self.block = self.count = 0
+        self.block = 0
+        self.num_draws = 0
         seed_with = random.Random.seed
 
         def seed_generator(generator, a=None, version=2):
-            seed_with(generator, self.draw(32) if a is None else a, version)
+            if a is None:
+                a = self.draw(32)
+            seed_with(generator, a, version)
+
+        def draw_bits(bits: int) -> int:
+            return int.from_bytes(self.draw(bits // 8), "big")
+
+        def draw_uuid() -> uuid.UUID:
+            return uuid.UUID(bytes=self.draw(16), version=4)
 
         random.Random.seed = seed_generator
         random.seed = random._inst.seed  # _inst is behind the functions of the module
-        np.random.bit_generator.randbits = lambda bits: int.from_bytes(self.draw(bits // 8), "big")
-        uuid.uuid4 = lambda: uuid.UUID(bytes=self.draw(16), version=4)
+        np.random.bit_generator.randbits = draw_bits
+        uuid.uuid4 = draw_uuid
         random.seed()
         np.random.seed()
 
     def begin(self, block: int) -> None:
-        self.block, self.count = block, 0
+        self.block = block
+        self.num_draws = 0
 
     def draw(self, size: int) -> bytes:
-        self.count += 1
-        return hashlib.shake_128(f"{self.seed}/{self.block}/{self.count}".encode()).digest(size)
+        self.num_draws += 1
+        place = f"{self.seed}/{self.block}/{self.num_draws}"
+        return hashlib.shake_128(place.encode()).digest(size)
 
 
 class Output(io.TextIOBase):
-    """The first and the last characters of what is printed."""
+    """Keeps the first and the last characters of what is printed."""
 
     def __init__(self) -> None:
-        self.head, self.tail, self.size = "", "", 0
+        self.head = ""
+        self.tail = ""
+        self.size = 0
 
     def writable(self) -> bool:
         return True
@@ -187,17 +228,20 @@ class Output(io.TextIOBase):
         return len(text)
 
     def text(self) -> str:
-        left_out = self.size - len(self.head) - len(self.tail)
-        middle = f"\n[... {left_out} characters are left out ...]\n" if left_out else ""
+        num_cut = self.size - len(self.head) - len(self.tail)
+        middle = ""
+        if num_cut:
+            middle = f"\n[... {num_cut} characters are left out ...]\n"
         return f"{self.head}{middle}{self.tail}".strip()
 
 
 class Frames:
-    """A video as decord's reader shows it: frames as arrays [height, width, 3] of uint8, with
-    `asnumpy`."""
+    """A video with the interface of decord's reader: frames are arrays [height, width, 3] of uint8
+    with a method `asnumpy`."""
 
     def __init__(self, pictures: list, fps: float):
-        self.pictures, self.fps = pictures, fps
+        self.pictures = pictures
+        self.fps = fps
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -213,16 +257,15 @@ class Frames:
 
 
 class VideoFile(Frames):
-    """The same over a video file, by PyAV; a frame is decoded when it is asked for."""
+    """The same over a video file, by PyAV. A frame is decoded when it is read."""
 
     def __init__(self, data: bytes):
         import av
 
         self.container = av.open(io.BytesIO(data))
         self.stream = self.container.streams.video[0]
-        self.times = sorted(
-            packet.pts for packet in self.container.demux(self.stream) if packet.pts is not None
-        )
+        packets = self.container.demux(self.stream)
+        self.times = sorted(packet.pts for packet in packets if packet.pts is not None)
         super().__init__([], float(self.stream.average_rate or 1))
 
     def __len__(self) -> int:
@@ -231,6 +274,7 @@ class VideoFile(Frames):
     def __getitem__(self, index: int):
         time = self.times[index]
         self.container.seek(time, stream=self.stream)
+        # a seek goes to the key frame before
         frame = next(frame for frame in self.container.decode(self.stream) if frame.pts >= time)
         return array_of(frame.to_ndarray(format="rgb24"))
 
@@ -254,15 +298,19 @@ def check_size(width: int, height: int) -> None:
 
 
 def describe(error: BaseException, name: str) -> str:
-    """Type, text and line of an exception in a block."""
-    lines = [
-        line
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename == name
-    ]
-    lines = [error.lineno] if isinstance(error, SyntaxError) else lines
+    """Type, message and line of an exception in the block with this name."""
+    lines = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == name:
+            lines.append(line)
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
     try:
-        text = str(error.msg if isinstance(error, SyntaxError) else error)[:MAX_ERROR]
-    except BaseException as second:
+        message = error.msg if isinstance(error, SyntaxError) else error
+        text = str(message)[:MAX_ERROR]
+    except BaseException as second:  # the exception may be of the program's own class
         text = f"its text cannot be made: {type(second).__name__[:100]}"
-    return f"{type(error).__name__[:100]}: {text}" + (f" (line {lines[-1]})" if lines else "")
+    text = f"{type(error).__name__[:100]}: {text}"
+    if lines:
+        text += f" (line {lines[-1]})"
+    return text

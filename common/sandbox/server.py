@@ -1,7 +1,7 @@
-"""Process 1 of a sandbox: forks a child for each trajectory, and clears up after it.
+"""Process 1 of a sandbox: forks a child for each trajectory, and cleans up after it.
 
-It holds no program and no result, since a child is its copy: each gets a socket of its own, to the
-trainer. This file and interpreter.py are all of the project that stands there.
+It holds no program and no result, since a child is its copy: each child has a socket of its own to
+the trainer. This file and interpreter.py are all of the project that is in the sandbox.
 """
 
 import contextlib
@@ -22,48 +22,42 @@ from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 
-MAX_FILES, MAX_THREADS = 10_000, 256
+# limits of one trajectory
+MAX_FILES = 10_000
+MAX_THREADS = 256
+CPU_S = 600
+FILE_BYTES = 2**28  # of a file
+OPEN_FILES = 256
+
 CHECK_S = 0.25  # how often files and threads are counted
-STOP_S = 1.0  # in which all that a trajectory has started stands still
-CPU_S = 600  # of one trajectory
-FILE_BYTES, OPEN_FILES = 2**28, 256
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = (
-    1,
-    4,
-    22,
-    36,
-    38,
-)
+STOP_S = 1.0  # until all that a trajectory has started stands still
+# of linux/prctl.h
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 libc = ctypes.CDLL(None, use_errno=True)
 BYTES_HEAD = sys.getsizeof(b"")
 
 
 def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
-    """Answers "new", with a socket, and "kill", by "done"; says why it has killed a child by
-    itself.
+    """Take the trainer's orders until it is gone. "new", with a socket, and "kill" are answered by
+    "done". If the server kills a child by itself, it sends the reason.
 
-    Between "stop" and "go" nothing of a trajectory moves: no thread, nor what has only claimed that
-    it is done.
+    Between "stop" and "go" nothing of a trajectory runs: no thread, and no program that has only
+    claimed to be done.
 
-    folder: where a program may write, wiped after each trajectory but for what is mounted there
-    (`kept`). program_filter: hexadecimal; none without a sandbox.
+    folder: where a program may write; wiped after each trajectory, but for what is mounted there
+    (`kept`, paths with ":" between them). program_filter: hexadecimal; "" without a sandbox.
     """
-    control, confined = socket.socket(fileno=0), bool(program_filter)
-    if confined:  # process 1 ignores what its children send, if it does not ask for it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        prctl(PR_SET_DUMPABLE, 0)  # no child reads or writes its memory
-    else:
-        # what a child has started is ours when that ends, as it is process 1's
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+    control = socket.socket(fileno=0)
+    confined = bool(program_filter)
     kept = kept.split(":") if kept else []
+    guard(confined)
     preload()
-    # what Python sets up when functions run for the first times, it has set up then
-    for _ in range(20):
-        too_much(os.getpid(), folder)
-        tell_children(signal.SIGCONT)
-        end_children(confined)
-        wipe(folder, kept=kept)
+    warm_up(folder, kept, confined)
     fillers = fillers_of(count_free_blocks(folder))
     filling = iter(fillers)
     limits = limits_of_child(float(memory_gib))
@@ -73,46 +67,74 @@ def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
     while True:
         watched = child and confined and not stopped
         readable, _, _ = select.select([control], [], [], CHECK_S if watched else None)
-        if watched and (excess := too_much(child, folder)):
-            control.send(excess.encode())
-            end_children(confined)
-            child = 0
+        if watched:
+            excess = excess_of(child, folder)
+            if excess:
+                control.send(excess.encode())
+                end_children(confined)
+                child = 0
         if not readable:
             continue
         message, sockets, _, _ = socket.recv_fds(control, 16, 1)
         if not message:  # the trainer is gone
             break
-        if message in (b"stop", b"go"):
-            stopped = message == b"stop"
-            if stopped:
-                stop_children(confined)
-            else:
-                tell_children(signal.SIGCONT)
+        if message == b"stop":
+            stopped = True
+            stop_children(confined)
+            continue
+        if message == b"go":
+            stopped = False
+            signal_children(signal.SIGCONT)
             continue
         end_children(confined)
         wipe(folder, kept)
         stopped = False
-        child = os.fork() if message == b"new" else 0
-        if message == b"new" and not child:
-            fill(filling)
-            be_child(sockets[0], folder, limits, bytes.fromhex(program_filter))
+        child = 0
+        if message == b"new":
+            child = os.fork()
+            if not child:
+                fill(filling)
+                be_child(sockets[0], folder, limits, bytes.fromhex(program_filter))
         for number in sockets:
             os.close(number)
         control.send(b"done")
     end_children(confined)
 
 
+def guard(confined: bool) -> None:
+    """Keep this process from its children, and them from surviving."""
+    if confined:  # process 1 ignores signals of its children that have no handler
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        prctl(PR_SET_DUMPABLE, 0)  # no child reads or writes its memory
+    else:
+        # orphans of a child are adopted here, as process 1 adopts them
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def warm_up(folder: str, kept: list[str], confined: bool) -> None:
+    """Call what the loop calls. Afterwards Python has allocated whatever it allocates in the first
+    calls of a function, and the memory of this process stays the same."""
+    for _ in range(20):
+        excess_of(os.getpid(), folder)
+        signal_children(signal.SIGCONT)
+        end_children(confined)
+        wipe(folder, kept=kept)
+
+
 def preload() -> None:
-    """What programs use most; a child has it at once. In the same memory each time: the list of
-    fonts, which a second thread watches over where it is made, is made by a child."""
+    """Import what programs use most, so that a child has it at once.
+
+    It must have the same addresses each time. matplotlib builds its list of fonts under the watch
+    of a second thread: a child does that, and this process reads the list.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
-    maker = os.fork()
-    if not maker:
+    builder = os.fork()
+    if not builder:
         importlib.import_module("matplotlib.font_manager")
         os._exit(0)
-    os.waitpid(maker, 0)
+    os.waitpid(builder, 0)
     for name in ("interpreter", "PIL.ImageDraw", "matplotlib.pyplot", "tempfile", "uuid"):
         importlib.import_module(name)
     plt = sys.modules["matplotlib.pyplot"]
@@ -120,8 +142,8 @@ def preload() -> None:
     plt.close("all")
 
 
-def too_much(child: int, folder: str) -> str:
-    """Of what has a child more than it may? No limit of the kernel's counts these."""
+def excess_of(child: int, folder: str) -> str:
+    """What a child has too many of; "" if nothing. The kernel has no limits for these."""
     space = os.statvfs(folder)
     if space.f_files - space.f_ffree > MAX_FILES:
         return f"more than {MAX_FILES} files"
@@ -132,50 +154,50 @@ def too_much(child: int, folder: str) -> str:
 
 
 def fields_of(process: int | str) -> list[bytes]:
-    """Of its line in /proc, or of that of a thread, from its state on: behind a name, which may be
-    any bytes."""
+    """The fields of its line in /proc (or of PROCESS/task/THREAD), from the state on. The name
+    before may hold any bytes."""
     return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
 
 
-def moves(process: int) -> bool:
-    """Does a thread of it? Not all have to end with the first one."""
+def is_running(process: int) -> bool:
+    """Is any thread of it? The others may go on when the first one has ended."""
     with contextlib.suppress(OSError):
-        states = [
-            fields_of(f"{process}/task/{thread}")[0]
-            for thread in os.listdir(f"/proc/{process}/task")
-        ]
-        return not set(states) <= {b"T", b"t", b"Z", b"X"}
+        states = set()
+        for thread in os.listdir(f"/proc/{process}/task"):
+            states.add(fields_of(f"{process}/task/{thread}")[0])
+        return not states <= {b"T", b"t", b"Z", b"X"}
     return False
 
 
-def tell_children(number: int) -> bool:
-    """Send a signal to the child and to all that descends from it. Was any of them moving?"""
+def signal_children(number: int) -> bool:
+    """Send a signal to the child and all its descendants. Was any of them running?"""
     children: dict[int, list[int]] = {}
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
-            children.setdefault(int(fields_of(process)[1]), []).append(int(process))
+            parent = int(fields_of(process)[1])
+            children.setdefault(parent, []).append(int(process))
     family = children.get(os.getpid(), [])
-    moving = False
+    any_running = False
     for process in family:  # grows while it is read
         family += children.get(process, [])
-        moving = moving or moves(process)
+        any_running = any_running or is_running(process)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, number)
-    return moving
+    return any_running
 
 
 def stop_children(confined: bool) -> None:
-    """Again, where one of them has let itself or another one go on, or has started one; what never
-    rests is ended.
+    """Stop them, again and again: one of them may have continued itself or another one, or have
+    started one. If they never rest, they are ended.
 
-    Nothing may move in two looks in a row: in one, a process whose parent ends meanwhile is
-    nobody's child.
+    Two looks in a row must see nothing run: a single one overlooks a process whose parent ends
+    meanwhile, and which is nobody's child then.
     """
     end = time.monotonic() + STOP_S
     num_still = 0
     while num_still < 2:
         num_still += 1
-        if tell_children(signal.SIGSTOP):
+        if signal_children(signal.SIGSTOP):
             num_still = 0
         if time.monotonic() > end:
             end_children(confined)
@@ -184,19 +206,21 @@ def stop_children(confined: bool) -> None:
 
 def end_children(confined: bool) -> None:
     """Kill the child and all that it has started, and wait until they are gone."""
-    started = Path(f"/proc/self/task/{os.getpid()}/children")
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    processes = [-1]  # all but process 1
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
-            for process in [-1] if confined else map(int, started.read_text().split()):
+            if not confined:
+                processes = [int(process) for process in children.read_text().split()]
+            for process in processes:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)  # -1: all but process 1
+                    os.kill(process, signal.SIGKILL)
             os.waitpid(-1, 0)
 
 
 def wipe(folder: str, kept: list[str]) -> None:
-    """Remove what a trajectory has left; the process ends if that fails, and with it goes the
-    folder. A child does it, so that the memory of this process does not depend on what was
-    there."""
+    """Remove what a trajectory has left. If that fails, this process ends, and the folder with it.
+    A child removes it, so that the memory of this process does not depend on what was there."""
     child = os.fork()
     if not child:
         try:
@@ -222,7 +246,8 @@ def remove_entries(folder: str, kept: list[str]) -> None:
 
 
 def count_free_blocks(folder: str) -> dict[int, int]:
-    """{size in bytes: how many} of Python's allocator, and some more, which may become free."""
+    """{size in bytes: number} of the free blocks of Python's allocator, and some more, which may
+    become free."""
     gc.collect()
     gc.freeze()  # so that `fill` takes no time
     path = Path(folder, "blocks")
@@ -242,8 +267,8 @@ def count_free_blocks(folder: str) -> dict[int, int]:
 
 
 def fillers_of(free_blocks: dict[int, int]) -> list[tuple[list, Iterator]]:
-    """For `fill`, all that it needs, so that it has no objects of its own: (empty list, blocks of a
-    size to come)."""
+    """(empty list, iterator that allocates blocks of one size) for each size: all that `fill`
+    needs, which allocates nothing of its own."""
     fillers = []
     for size, count in free_blocks.items():
         if size == 16:
@@ -257,23 +282,26 @@ def fillers_of(free_blocks: dict[int, int]) -> list[tuple[list, Iterator]]:
 
 
 def fill(fillers: Iterator[tuple[list, Iterator]]) -> None:
-    """Take the free blocks of Python's memory, for good. Which they are is the same at each fork;
-    in which order they would be taken hangs on what the server has done before, and with it the
-    addresses of a program's objects."""
-    gc.collect()  # what Python keeps for its next objects is free as well
+    """Take the free blocks of Python's memory, for good.
+
+    They are the same ones at each fork, but the order in which Python would take them depends on
+    what the server has done before, and so would the addresses of a program's objects.
+    """
+    gc.collect()  # also empties the free lists of Python's types
     for kept, blocks in fillers:
         kept.extend(blocks)
 
 
 def limits_of_child(memory_gib: float) -> dict[str, int]:
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = {"RLIMIT_AS": mapped + int(memory_gib * 2**30), "RLIMIT_CPU": CPU_S, "RLIMIT_CORE": 0}
-    limits |= {
+    return {
+        "RLIMIT_AS": mapped + int(memory_gib * 2**30),
+        "RLIMIT_CPU": CPU_S,
+        "RLIMIT_CORE": 0,
         "RLIMIT_FSIZE": FILE_BYTES,
         "RLIMIT_NOFILE": OPEN_FILES,
         "RLIMIT_SIGPENDING": OPEN_FILES,
     }
-    return limits
 
 
 def prctl(*arguments) -> None:
@@ -282,8 +310,8 @@ def prctl(*arguments) -> None:
 
 
 def be_child(fd: int, folder: str, limits: dict[str, int], program_filter: bytes) -> None:
-    """Never returns: no descriptor but the socket, no terminal, limits, no new process, then block
-    after block."""
+    """Give up all descriptors but the socket, and the terminal; set the limits; forbid new
+    processes; then run block after block. Never returns."""
     try:
         from interpreter import Session
 
@@ -299,11 +327,11 @@ def be_child(fd: int, folder: str, limits: dict[str, int], program_filter: bytes
         for name, value in limits.items():
             resource.setrlimit(getattr(resource, name), (value, value))
         if program_filter:
+            # struct sock_fprog: the number of instructions, and their address
             instructions = ctypes.create_string_buffer(program_filter)
-            program = struct.pack(
-                "HxxxxxxP", len(program_filter) // 8, ctypes.addressof(instructions)
-            )
-            program = ctypes.create_string_buffer(program)
+            num_instructions = len(program_filter) // 8
+            fields = struct.pack("HxxxxxxP", num_instructions, ctypes.addressof(instructions))
+            program = ctypes.create_string_buffer(fields)
             prctl(PR_SET_NO_NEW_PRIVS, 1, 0)
             prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program))
         Session(connection).run()

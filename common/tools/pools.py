@@ -49,7 +49,7 @@ class ToolPool:
         self.ready: list[tuple[Hashable, ToolReply]] = []  # replies that need no worker
         self.pending = 0  # jobs whose reply `poll` has not returned so far
 
-    def reply(self, key: Hashable, reply: ToolReply) -> None:
+    def add_reply(self, key: Hashable, reply: ToolReply) -> None:
         """Have `poll` return a reply that needs no worker."""
         self.pending += 1
         self.ready.append((key, reply))
@@ -123,7 +123,7 @@ class ToolWorkers(ToolPool):
             error = call.error
             if not error:
                 error = f"there is no tool {call.name!r:.100}, but {', '.join(self.tools)}"
-            self.reply(key, ToolReply(error_text(error, role), error=True, role=role))
+            self.add_reply(key, ToolReply(error_text(error, role), error=True, role=role))
             return
         if "context" not in inspect.signature(tool.function).parameters:
             context = {}

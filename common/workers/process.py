@@ -1,13 +1,13 @@
 """One process in which a user's function runs: a hang, a crash or a memory hog costs its job, and
 not the step.
 
-A worker is a new Python (the trainer, with CUDA and threads, must not fork) that is told what to
-import (under multiprocessing it would import the running script, and torch with it) and has a
+A worker is a new Python, since the trainer, with CUDA and threads, must not fork. It imports one
+module (under multiprocessing it would import the running script, and torch with it), and has a
 socket of its own: nothing is shared that it could lock or corrupt when it is killed.
 
 The process that the trainer starts is a keeper: the worker is its child, and all that a function
 starts, in whatever session, descends from the keeper and ends with the worker. Nothing that a
-worker does, or does not, holds the trainer.
+worker does, or fails to do, blocks the trainer.
 """
 
 import importlib
@@ -38,51 +38,52 @@ BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); from common.workers.process import serve; "
     "serve(*sys.argv[2:])"
 )
-# for a worker to start: the function's file may import slow libraries from a slow disk
+# until a worker has started: the function's file may import slow libraries from a slow disk
 START_S = 120
-DEATH_S = 1  # for a keeper to say how its worker has ended
-KILL_S = 10  # in which a keeper has ended all that descends from it
-# how long a message that has begun to come is waited for, and at which rate
-PATIENCE_S, BYTES_PER_S = 0.1, 1e8
+DEATH_S = 1  # until a keeper has exited with the code of its worker
+KILL_S = 10  # until a keeper has ended all that descends from it
+# how long the rest of a message is waited for: this long, and longer the more of it has come
+PATIENCE_S = 0.1
+BYTES_PER_S = 1e8
 MAX_REPLY = 2**28  # bytes
-MAX_ERROR = 500  # characters of a message that are kept
-SIZE_BYTES = 8  # of the size that comes before a message
+MAX_ERROR = 500  # characters of an exception
+SIZE_BYTES = 8  # of the size that precedes a message
 KEEPER_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
-USER_MODULE = "user_file_"  # how the names of the modules begin that `load_function` makes
+USER_MODULE = "user_file_"  # the modules that `load_function` makes have names that begin so
 
-# of an importable module: specification -> (job -> reply)
+# a function of an importable module: specification -> (job -> reply)
 MakeHandler = Callable[[str], Callable[[Any], dict]]
 
 
 class Link:
-    """The trainer's end of a socket to a process that may hang, drip or die. It holds the trainer
-    for a moment only.
+    """The trainer's end of a socket to a process that may hang, die, or send byte by byte. It never
+    blocks the trainer for more than a moment.
 
-    A message of the process is its size, in 8 bytes, and then that many bytes, at most `limit`.
+    A message of the process is its size, in 8 bytes, then that many bytes, at most `limit`.
     """
 
     def __init__(self, end: socket.socket, limit: int):
         self.socket = end
         self.limit = limit
         self.inbox = bytearray()
-        self.waited_s = 0.0  # for the rest of the message that has begun to come
+        self.waited_s = 0.0  # for the rest of the message in the inbox
 
     def send(self, data: bytes) -> None:
-        """What does not fit into the socket now is sent by a thread, until the link is closed. If
-        the process is dead, `receive` will tell."""
-        sent = 0
+        """Send data. A thread sends what does not fit into the socket now, until the link is
+        closed. If the process is dead, `receive` raises the error."""
+        num_sent = 0
         with suppress(OSError):
-            sent = self.socket.send(data, socket.MSG_DONTWAIT)
-        if sent < len(data):
-            rest = memoryview(data)[sent:]
+            num_sent = self.socket.send(data, socket.MSG_DONTWAIT)
+        if num_sent < len(data):
+            rest = memoryview(data)[num_sent:]
             threading.Thread(target=send_rest, args=[self.socket.dup(), rest], daemon=True).start()
 
     def receive(self) -> bytes | None:
-        """The next message, None if more of it is to come. ConnectionError at the end, ValueError
-        if it is too large.
+        """The next message; None if it is not complete. ConnectionError at the end of the socket,
+        ValueError if the message is too large.
 
-        All of a large message is waited for, since the trainer may be away next; bytes that drip
-        are not.
+        A message that is arriving is waited for, however large, since the trainer may be busy for
+        long afterwards; one that arrives byte by byte is not.
         """
         while True:
             size = int.from_bytes(self.inbox[:SIZE_BYTES], "big")
@@ -97,26 +98,26 @@ class Link:
             try:
                 piece = self.socket.recv(2**18, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                if self._more_comes():
+                if self._rest_arrives():
                     continue
                 return None
             if not piece:
                 raise ConnectionResetError
             self.inbox += piece
 
-    def _more_comes(self) -> bool:
-        """Soon, of a message that has begun?"""
-        patience = PATIENCE_S + len(self.inbox) / BYTES_PER_S - self.waited_s
-        if not self.inbox or patience <= 0:
+    def _rest_arrives(self) -> bool:
+        """Wait for more of a message whose first bytes have come: has any come in time?"""
+        patience_s = PATIENCE_S + len(self.inbox) / BYTES_PER_S - self.waited_s
+        if not self.inbox or patience_s <= 0:
             return False
         start = time.monotonic()
-        readable = wait([self.socket], patience)
+        readable = wait([self.socket], patience_s)
         self.waited_s += time.monotonic() - start
         return bool(readable)
 
     def close(self) -> None:
         with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # ends the thread of `send`, too
+            self.socket.shutdown(socket.SHUT_RDWR)  # also ends the thread of `send`
         self.socket.close()
 
 
@@ -126,7 +127,7 @@ def send_rest(link: socket.socket, data: memoryview) -> None:
 
 
 class Worker:
-    """One process: what it is doing, the key of its job, and until when it has time."""
+    """One process: its state, its deadline, and the key of its job."""
 
     STOPPED, STARTING, IDLE, BUSY = "stopped", "starting", "idle", "busy"
 
@@ -138,34 +139,27 @@ class Worker:
         memory_gib: float,
         close_s: float = 0.0,
     ):
-        """timeout_s: of a job. memory_gib: beyond the first mapped; 0: no limit. close_s: of
-        `close()`; 0: none."""
+        """timeout_s: of a job. memory_gib: beyond what is mapped at the start; 0: no limit.
+        close_s: for the handler's `close()`; 0: it is killed at once."""
         if timeout_s <= 0 or memory_gib < 0:
             raise ValueError(f"workers: got {timeout_s} s, {memory_gib} GiB")
         self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
         self.timeout_s = timeout_s
         self.close_s = close_s
         self.queue: deque[tuple[Hashable, Any]] = deque()  # jobs that no other worker may do
-        self.facts: dict = {}  # what its handler says of itself, once it has started
-        self.killed: list[subprocess.Popen] = []  # its earlier keepers, which may still be at work
+        self.facts: dict = {}  # the handler's `facts`, once it has started
+        self.killed: list[subprocess.Popen] = []  # earlier keepers, which may still be ending
         self.start()
 
     def start(self) -> None:
         end, child_end = socket.socketpair()
         with child_end:
             fd = child_end.fileno()
+            command = [sys.executable, "-uPc", BOOT, str(ROOT), str(fd), str(os.getpid())]
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-uPc",
-                    BOOT,
-                    str(ROOT),
-                    str(fd),
-                    str(os.getpid()),
-                    *self.arguments,
-                ],
+                command + self.arguments,
                 pass_fds=[fd],
-                # sets have the same order in each, and in a resumed run
+                # sets have the same order in each worker, and in a resumed run
                 env=os.environ | {"PYTHONHASHSEED": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # stderr
@@ -185,12 +179,12 @@ class Worker:
 
     @property
     def sources(self) -> list[socket.socket]:
-        """What becomes readable when there is something for `poll`."""
+        """They become readable when there is something for `poll`."""
         return [self.link.socket]
 
     def ready(self) -> bool:
-        """Can it take a job? A thread or an alarm that an earlier job left behind may have ended
-        it."""
+        """Can it take a job? A thread or an alarm that an earlier job has left may have ended the
+        process."""
         if self.state == self.IDLE and wait(self.sources, 0):
             self.kill()
         if self.state == self.STOPPED:
@@ -202,24 +196,23 @@ class Worker:
         self.link.send(pickle.dumps(job))
 
     def poll(self) -> dict | None:
-        """The reply to its job, once it has come, or {"error": why}. ValueError if the process does
-        not start."""
+        """The reply to its job, once it has come, or {"error": reason}. ValueError if the process
+        does not start."""
         try:
             message = self.link.receive()
             reply = json.loads(message or "{}")
         except ConnectionError:
-            return self._fail(f"the worker died ({self._ending()})")
+            return self._fail(f"the worker died ({self._exit_reason()})")
         except ValueError as error:
             return self._fail(f"its reply cannot be read: {error}")
         if message is None:
             if time.monotonic() < self.deadline:
                 return None
             if self.state == self.STARTING:
-                why = (
-                    f"its import did not end within {START_S:g} s (what stands at the top "
-                    "of a file runs in it)"
+                return self._fail(
+                    f"its import did not end within {START_S:g} s (what stands at the top of a "
+                    "file runs in it)"
                 )
-                return self._fail(why)
             return self._fail(f"timeout after {self.timeout_s:g} s")
         error = reply.get("error", "")
         if self.state == self.STARTING:
@@ -234,15 +227,16 @@ class Worker:
         return reply.get("result", reply)
 
     def _fail(self, error: str) -> dict:
-        """The process has failed; another one is started for the next job."""
+        """Kill the process; another one is started for the next job. ValueError if it has not
+        started."""
         was_starting = self.state == self.STARTING
         self.kill()
         if was_starting:
             raise ValueError(error)
         return {"error": error}
 
-    def _ending(self) -> str:
-        """How the process has ended that has closed its end of the link."""
+    def _exit_reason(self) -> str:
+        """How the process has ended, after it has closed its end of the link."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(DEATH_S)
         code = self.process.returncode
@@ -262,13 +256,13 @@ class Worker:
         self.killed.append(self.process)
 
     def hang_up(self) -> None:
-        """It is to end. One that is idle closes first what it holds, for which it has `close_s`."""
+        """Let it end. If it is idle, its handler is closed first, within `close_s`."""
         self.link.close()
         self.deadline = time.monotonic() + self.close_s
 
     def stop(self) -> None:
-        """After `hang_up`: kill it when its time is over, and wait until it is gone with all that
-        it has started."""
+        """After `hang_up`: kill it at its deadline, and wait until it is gone with all that it has
+        started."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, self.deadline - time.monotonic()))
         self.kill()
@@ -276,7 +270,7 @@ class Worker:
             try:
                 process.wait(KILL_S)
             except subprocess.TimeoutExpired:
-                # it hangs in the kernel, for example on a dead file system
+                # a descendant hangs in the kernel, for example on a dead file system
                 process.kill()
 
 
@@ -284,7 +278,7 @@ class Worker:
 
 
 def serve(fd: str, trainer: str, *arguments: str) -> None:
-    """The keeper, and in a session of its own the worker."""
+    """Fork: this process becomes the keeper, the child the worker, in a session of its own."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in KEEPER_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -294,7 +288,7 @@ def serve(fd: str, trainer: str, *arguments: str) -> None:
     keeper = os.getpid()
     worker = os.fork()
     if worker:
-        os.close(int(fd))  # its end is that of the worker's
+        os.close(int(fd))  # or the trainer would not see the worker's end
         keep(worker)
     os.setsid()
     die_with(keeper)
@@ -303,27 +297,27 @@ def serve(fd: str, trainer: str, *arguments: str) -> None:
 
 
 def keep(worker: int) -> NoReturn:
-    """Wait until the worker ends, or SIGTERM asks for it; end all that it has left; end as it did,
-    like a shell."""
-    ordered = False
-    while not ordered and not has_ended(worker):
-        ordered = signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM
+    """Wait for the worker's end, or for SIGTERM. End all that descends from it, and exit with its
+    code, or with 128 + its signal, like a shell."""
+    terminated = False
+    while not terminated and not has_ended(worker):
+        terminated = signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM
     code = os.waitstatus_to_exitcode(end_descendants(worker))
     os._exit(code if code >= 0 else 128 - code)
 
 
 def has_ended(worker: int) -> bool:
-    """Has this child? It is left to be waited for, others that have ended are not: they were
-    adopted."""
-    while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if found.si_pid == worker:
+    """Has the worker ended? It is left to be waited for; other children that have ended, which were
+    adopted, are reaped."""
+    while status := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if status.si_pid == worker:
             return True
-        os.waitpid(found.si_pid, 0)
+        os.waitpid(status.si_pid, 0)
     return False
 
 
 def work(fd: str, memory_gib: str, module: str, make_handler: str, spec: str) -> None:
-    """The worker: makes the handler, says so, and does one job after the other until the trainer
+    """The worker: make the handler, report that, and do one job after the other until the trainer
     hangs up."""
     handle = None
     pid = os.getpid()
@@ -350,7 +344,7 @@ def work(fd: str, memory_gib: str, module: str, make_handler: str, spec: str) ->
 
 
 def message_of(function: Callable[..., dict], *arguments: Any) -> bytes:
-    """{"result": what it returns}, or {"error": why}, as a `Link` takes it."""
+    """{"result": what the function returns}, or {"error": reason}, as a message for `Link`."""
     try:
         text = json.dumps({"result": function(*arguments)}, ensure_ascii=False)
     except BaseException as error:
@@ -360,17 +354,19 @@ def message_of(function: Callable[..., dict], *arguments: Any) -> bytes:
 
 
 def limit(memory_gib: float) -> None:
-    """That much more memory than now (0: no limit)."""
-    if memory_gib:
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        allowed, hard = mapped + int(memory_gib * 2**30), resource.getrlimit(resource.RLIMIT_AS)[1]
-        if hard == resource.RLIM_INFINITY or allowed < hard:
-            resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
+    """Limit the address space to that much more than now (0: no limit)."""
+    if not memory_gib:
+        return
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    allowed = mapped + int(memory_gib * 2**30)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or allowed < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
 
 
 def describe(error: BaseException) -> str:
-    """The message, and the innermost line in a user's file: "KeyError: 'answer' (line 12 of
-    rewards.py)"."""
+    """The message of an exception, and the innermost line in a user's file: "KeyError: 'answer'
+    (line 12 of rewards.py)"."""
     text = "".join(traceback.format_exception_only(error)).strip()[:MAX_ERROR]
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if str(frame.f_globals.get("__name__")).startswith(USER_MODULE):
