@@ -209,11 +209,11 @@ def make_mesh(world: World, strategy: str, shard_size: int | None = None) -> Dev
     """Which ranks share a copy of a model (axis "shard"): all of them; `shard_size` consecutive
     ones (HSDP); with "ddp" each has its own.
 
-    SystemExit if sums over an axis are wrong.
+    shard_size: None or 0 means all ranks. SystemExit if sums over an axis are wrong.
     """
     if strategy == "ddp":
         shard_size = 1
-    elif shard_size is None:
+    elif not shard_size:
         shard_size = world.size
     axes: dict[str, int] = {}
     if shard_size < world.size:
