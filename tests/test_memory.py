@@ -30,16 +30,9 @@ from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
 from common.flags import Machine, Rollout
 from common.hub import FOLDERS
+from common.memory.estimate import activation_bytes, phases_of
 from common.memory.halving import remembered_budget
-from common.memory.plan import (
-    GIB,
-    MemoryPlan,
-    activation_bytes,
-    memory_phases,
-    memory_plan,
-    no_rollout,
-    phases_of,
-)
+from common.memory.plan import GIB, MemoryPlan, memory_phases, memory_plan, no_rollout
 from common.memory.remedies import largest_micro_batch
 from common.memory.shape import ModelShape, TowerShape, model_shape
 from common.optimizer import move_states
