@@ -87,7 +87,8 @@ def test_equal_scores_have_advantage_exactly_zero(advantage, score):
 
 # --- surrogate ------------------------------------------------------------------------------------
 
-LOW, HIGH = 0.2, 0.28
+LOW = 0.2
+HIGH = 0.28
 LOGRATIOS = [
     -30.0,
     -20.5,
@@ -174,7 +175,8 @@ def test_ratio_of_exactly_one_gives_minus_the_advantage():
     advantages = torch.randn(64)
     loss, clipped = surrogate(logprobs, logprobs.detach(), advantages, 3.0)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert torch.equal(loss.detach(), -advantages) and torch.equal(gradient, -advantages)
+    assert torch.equal(loss.detach(), -advantages)
+    assert torch.equal(gradient, -advantages)
     assert not clipped.any()
 
 
@@ -280,7 +282,8 @@ def test_closed_forms_after_the_warmup():
                 step,
             )
     falling = [lr_factor(step, 50, 10, "cosine", 0.0) for step in range(10, 50)]
-    assert falling == sorted(falling, reverse=True) and falling[-1] > 0
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] > 0
 
 
 # --- split_minibatches ----------------------------------------------------------------------------
@@ -333,7 +336,9 @@ def test_minibatches_change_with_step_and_seed():
     episodes = episodes_of_rank(32, 2, 0, 1)
     draws = ((0, 0), (0, 1), (1, 0), (0, 0))
     split = [split_minibatches(episodes, list(range(32)), 2, seed, step) for seed, step in draws]
-    assert split[0] != split[1] and split[0] != split[2] and split[0] == split[3]
+    assert split[0] != split[1]
+    assert split[0] != split[2]
+    assert split[0] == split[3]
 
 
 # --- sft ------------------------------------------------------------------------------------------
@@ -344,9 +349,8 @@ def test_cross_entropy_is_the_mean_over_the_global_batch():
     whole = logprobs.clone().requires_grad_()
     loss = sft.cross_entropy(whole, 12, 1)
     loss.backward()
-    assert torch.allclose(loss, -logprobs.mean()) and torch.allclose(
-        whole.grad, torch.full_like(logprobs, -1 / 12)
-    )
+    assert torch.allclose(loss, -logprobs.mean())
+    assert torch.allclose(whole.grad, torch.full_like(logprobs, -1 / 12))
     # micro-batches, one without tokens
     ranks = [[logprobs[:1], logprobs[1:7]], [logprobs[7:7], logprobs[7:]]]
     averaged = sum(sum(sft.cross_entropy(part, 12, 2) for part in rank) for rank in ranks) / 2
@@ -406,11 +410,11 @@ def test_the_gap_is_a_mean_over_the_tokens_of_all_ranks(monkeypatch):
     monkeypatch.setattr(
         "common.precision.all_reduce", lambda values: [values[0] + 0.5, values[1] + 1]
     )
-    engine, trainer = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.1, -1.8, -3.0])
+    engine = torch.tensor([-1.0, -2.0, -3.0])
+    trainer = torch.tensor([-1.1, -1.8, -3.0])
     assert checked_gap(engine, trainer, 0.21, step=3) == pytest.approx(0.2)
-    with pytest.raises(
-        RuntimeError, match=r"^step 3: .* by 0.2 on average, more than --max-logprob-gap 0.19"
-    ):
+    message = r"^step 3: .* by 0.2 on average, more than --max-logprob-gap 0.19"
+    with pytest.raises(RuntimeError, match=message):
         checked_gap(engine, trainer, 0.19, step=3)
     with pytest.raises(RuntimeError, match="by nan on average"):
         checked_gap(engine, trainer * math.nan, 1e9, step=3)
@@ -440,7 +444,8 @@ def guarded_step(model, optimizer, max_grad_norm, loss_scale, offload=False) -> 
         "offload": offload,
     }
     adamw = GuardedAdamW(model, torch.float32, **options)
-    adamw.optimizer, adamw.loss_scale = optimizer, loss_scale
+    adamw.optimizer = optimizer
+    adamw.loss_scale = loss_scale
     metrics = adamw.step(group["lr"]).reduce()
     return metrics["optim/grad_norm"], not metrics["optim/skipped_steps"]
 
@@ -460,9 +465,8 @@ def test_guarded_step_unscales_and_clips(scale, max_grad_norm):
     grad_norm, stepped = guarded_step(
         model, optimizer, max_grad_norm, LossScale(scale, dynamic=scale > 1)
     )
-    assert stepped and grad_norm == pytest.approx(norm, rel=1e-12), (
-        "the norm before clipping, unscaled"
-    )
+    assert stepped
+    assert grad_norm == pytest.approx(norm, rel=1e-12), "the norm before clipping, unscaled"
     assert all(parameter.grad is None for parameter in model.parameters())
     used = [(old - new) / 0.25 for old, new in zip(before, model.parameters())]
     clip = 0.5 / norm if max_grad_norm == 0.5 else 1.0
@@ -480,7 +484,8 @@ def test_guarded_step_skips_what_is_not_finite(poison, max_grad_norm):
     next(model.parameters()).grad[1, 2] = poison
     loss_scale = LossScale(1024.0, dynamic=True, good_steps=5)
     grad_norm, stepped = guarded_step(model, optimizer, max_grad_norm, loss_scale)
-    assert not stepped and not math.isfinite(grad_norm)
+    assert not stepped
+    assert not math.isfinite(grad_norm)
     assert (loss_scale.scale, loss_scale.good_steps) == (512.0, 0)
     torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters()), (

@@ -37,7 +37,10 @@ from common.memory.remedies import largest_micro_batch
 from common.memory.shape import ModelShape, TowerShape, model_shape
 from common.optimizer import move_states
 
-HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
+HIDDEN = 512
+LAYERS = 3
+VOCAB = 100_000
+MLP = 1024
 # tied embeddings; per layer q, k, v with biases, o, three MLP matrices, two norms; the last norm
 PARAMETERS = VOCAB * HIDDEN + LAYERS * (
     2 * HIDDEN**2 + 2 * (HIDDEN * 128) + 512 + 256 + 3 * HIDDEN * MLP + 2 * HIDDEN
@@ -180,7 +183,8 @@ def flex_like(
     _, query: Tensor, key: Tensor, value: Tensor, mask: None, **options
 ) -> tuple[Tensor, None]:
     heads = query.shape[1]
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
     if heads & (heads - 1):  # as transformers does it for flex attention
         key, value = (repeat_kv(x, heads // x.shape[1]) for x in (key, value))
     return Opaque.apply(query, key, value).transpose(1, 2).contiguous(), None
@@ -323,7 +327,9 @@ def test_the_tables_of_what_fits_are_what_their_commands_print(options, monkeypa
     printed = capsys.readouterr().out.partition("\n\n")[0]
     page = (ROOT / "docs" / "scaling.md").read_text()
     command = " ".join(["python tests/bench/memory.py", *options])
-    assert printed.count("\n") > 5 and printed in page and command in " ".join(page.split())
+    assert printed.count("\n") > 5
+    assert printed in page
+    assert command in " ".join(page.split())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -334,7 +340,8 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(name, ranks, che
 
     machine = Machine(gradient_checkpointing=checkpointing)
     tokens = largest_micro_batch(phases, Rollout(), machine, ranks, room=72.0)
-    assert tokens >= 1024 and tokens % 128 == 0
+    assert tokens >= 1024
+    assert tokens % 128 == 0
     for extra, fits in ((0, True), (128, False)):
         larger = replace(machine, micro_batch_tokens=tokens + extra)
         assert (phases(Rollout(), larger, ranks)["update"] <= 72.0) == fits
@@ -461,12 +468,12 @@ def test_a_micro_batch_is_what_fits_into_nine_tenths(name, ranks, free, flags, m
     into any."""
     rollout = Rollout()
     plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **flags)
-    tokens, room = plan.micro_batch_tokens, 0.9 * free
-    assert 1024 <= tokens <= 16_384 and tokens.bit_count() == 1
-    assert (
-        f"--micro-batch-tokens {tokens} chosen to fit into 90% of what is free" in plan.text
-        and not plan.refusal
-    )
+    tokens = plan.micro_batch_tokens
+    room = 0.9 * free
+    assert 1024 <= tokens <= 16_384
+    assert tokens.bit_count() == 1
+    assert f"--micro-batch-tokens {tokens} chosen to fit into 90% of what is free" in plan.text
+    assert not plan.refusal
     fits = update_of(name, ranks, rollout, tokens, flags) <= room
     assert fits or tokens == 1024
     assert tokens == 16_384 or update_of(name, ranks, rollout, 2 * tokens, flags) > room
@@ -489,12 +496,14 @@ def test_a_micro_batch_holds_the_longest_episode(monkeypatch):
             max_prompt_tokens=500, max_response_tokens=longest - 500, engine_memory=0.5
         )
         plan = planned_on_gpus(monkeypatch, free=free, rollout=rollout, **flags)
-        assert plan.micro_batch_tokens == expected and "warning" not in plan.text, (longest, plan)
+        assert plan.micro_batch_tokens == expected
+        assert "warning" not in plan.text, (longest, plan)
     for longest, expected in ((1024, 8192), (10_000, 10_000)):
         plan = planned_on_gpus(
             monkeypatch, free=78, rollout=no_rollout(longest), most_tokens=8192, **flags
         )
-        assert plan.micro_batch_tokens == expected and "rollout" not in plan.text
+        assert plan.micro_batch_tokens == expected
+        assert "rollout" not in plan.text
 
 
 def test_an_engine_that_stays_awake_is_taken_off_first(monkeypatch):
@@ -530,7 +539,9 @@ def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder
         "update"
     ]
     plan = planned_on_a_cpu(monkeypatch, folder, 1.001 * needed / 0.9)
-    assert plan.micro_batch_tokens >= 1024 and plan.refusal == "" and "warning" not in plan.text
+    assert plan.micro_batch_tokens >= 1024
+    assert plan.refusal == ""
+    assert "warning" not in plan.text
 
     free = 0.999 * needed / 0.9
     refusal = planned_on_a_cpu(monkeypatch, folder, free).refusal
@@ -545,9 +556,11 @@ def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder
     assert (typed.micro_batch_tokens, typed.refusal) == (
         10_000,
         "",
-    ) and "the update may not fit" in typed.text
+    )
+    assert "the update may not fit" in typed.text
     evaluation = planned_on_a_cpu(monkeypatch, folder, free, eval_only=True)
-    assert evaluation.refusal == "" and "warning" not in evaluation.text
+    assert evaluation.refusal == ""
+    assert "warning" not in evaluation.text
 
 
 # --- the KV cache that a run chooses --------------------------------------------------------------
@@ -565,9 +578,9 @@ def test_a_cache_is_what_sampling_leaves_of_nine_tenths(
     rollout = Rollout(engine=engine, engine_parallel=share if engine == "vllm" else 1)
     plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout)
     cache = plan.engine_memory
-    assert (
-        cache > 4 and cache * 4 % 1 == 0 and f"; --engine-memory {cache:g} and --micro" in plan.text
-    )
+    assert cache > 4
+    assert cache * 4 % 1 == 0
+    assert f"; --engine-memory {cache:g} and --micro" in plan.text
     for more, fits in ((0, True), (0.25, False)):
         found = gigabytes(name, ranks, replace(rollout, engine_memory=cache + more))["rollout"]
         assert (found <= 0.9 * free) == fits
@@ -587,16 +600,16 @@ def test_other_caches_are_as_they_are_typed_or_have_a_default(folder, monkeypatc
         (WITHOUT_ENGINE, 8),
     ):
         plan = planned_on_gpus(monkeypatch, "1.5B", 78, 1, rollout)
-        assert plan.engine_memory == expected and "; --engine-memory" not in plan.text
+        assert plan.engine_memory == expected
+        assert "; --engine-memory" not in plan.text
     monkeypatch.undo()
     assert planned_on_a_cpu(monkeypatch, folder, 16).engine_memory == 0.5
 
 
 def test_a_cache_of_a_full_card_still_holds_an_episode(monkeypatch):
     plan = planned_on_gpus(monkeypatch, "7B", 40, 1, Rollout(max_response_tokens=16_000))
-    assert (
-        plan.engine_memory == 1 and "warning: the rollout and the update may not fit" in plan.text
-    )
+    assert plan.engine_memory == 1
+    assert "warning: the rollout and the update may not fit" in plan.text
 
 
 # --- terms ----------------------------------------------------------------------------------------
@@ -633,22 +646,23 @@ def assert_gigabytes(found: dict[str, float], **expected: float) -> None:
 
 def test_one_rank(folder):
     found, text = plan(folder)
-    weights, engine, cache = 12 * PARAMETERS, 2 * PARAMETERS, 2 * 2**30
+    weights = 12 * PARAMETERS
+    engine = 2 * PARAMETERS
+    cache = 2 * 2**30
     # norms in float32, queries, keys of prompt and response for each head, outputs twice, MLP; the
     # last norm
     layer = 16 * HIDDEN + 2 * HIDDEN + 4 * 2 * HIDDEN + 4 * HIDDEN + 4 * 8 + 8 * MLP
     activations = 10_000 * (LAYERS * layer + 6 * HIDDEN)
     assert_gigabytes(found, engine=engine, gradients=4 * PARAMETERS, activations=activations)
-    assert found["KV cache"] == pytest.approx(2.1) and "warning" not in text
+    assert found["KV cache"] == pytest.approx(2.1)
+    assert "warning" not in text
     logits = 3 * 4 * 256 * VOCAB
     assert_gigabytes(found, rollout=weights + engine + cache + logits)
     # on a CPU the engine does not sleep, and one rank keeps the weights' casts for all
     # micro-batches
-    casts, root_gradients, head = (
-        2 * PARAMETERS,
-        2 * VOCAB * HIDDEN,
-        12 * 2**23 + 10 * 10_000 * HIDDEN,
-    )
+    casts = 2 * PARAMETERS
+    root_gradients = 2 * VOCAB * HIDDEN
+    head = 12 * 2**23 + 10 * 10_000 * HIDDEN
     update = weights + casts + root_gradients + head + 4 * PARAMETERS + activations
     assert_gigabytes(found, update=1.2 * update + engine + cache)  # a fifth is malloc's
 
@@ -706,7 +720,8 @@ def test_with_lora_the_base_has_no_gradients():
 def test_a_critic_has_no_head():
     """Its weights, gradients and moments; the activations are of one model at a time."""
     backbone = SHAPES["7B"].parameters - SHAPES["7B"].head
-    alone, both = gigabytes("7B", 4), gigabytes("7B", 4, critic=True)
+    alone = gigabytes("7B", 4)
+    both = gigabytes("7B", 4, critic=True)
     assert both["weights"] - alone["weights"] == pytest.approx(4 * backbone / 4 / 1e9)
     assert both["update"] - alone["update"] == pytest.approx(12 * backbone / 4 / 1e9)
     evaluated = gigabytes("7B", 4, Rollout(eval_only=True), critic=True)
@@ -751,8 +766,10 @@ def test_a_frozen_tower_is_not_trained():
     whole, frozen = (model_shape(path, Machine(freeze_vision=flag)) for flag in (False, True))
     files = load_file(Path(path) / "model.safetensors")
     tower = sum(t.numel() for name, t in files.items() if "visual." in name)
-    assert frozen == replace(whole, frozen=tower, tower=None) and whole.frozen == 0
-    assert 0 < tower < whole.parameters and whole.tower.hidden > 0
+    assert frozen == replace(whole, frozen=tower, tower=None)
+    assert whole.frozen == 0
+    assert 0 < tower < whole.parameters
+    assert whole.tower.hidden > 0
     assert model_shape(path, Machine(lora_rank=4)).tower is None
 
 
@@ -783,7 +800,8 @@ def test_shards_and_replicas(folder):
 def test_ranks_that_share_an_engine_divide_its_weights_and_have_caches_of_their_own(folder):
     apart, shared = (plan(folder, ranks=4, share=share)[0] for share in (1, 4))
     assert_gigabytes(shared, engine=2 * PARAMETERS / 4)
-    assert shared["KV cache"] == apart["KV cache"] and shared["weights"] == apart["weights"]
+    assert shared["KV cache"] == apart["KV cache"]
+    assert shared["weights"] == apart["weights"]
     for phase in ("rollout", "update"):
         assert apart[phase] - shared[phase] == pytest.approx(1.5 * PARAMETERS / 1e9, abs=0.101)
 
@@ -815,11 +833,9 @@ def test_moving_the_moments_changes_nothing_but_their_place():
     before = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
     move_states(optimizer, torch.device("meta"))
     state = optimizer.state[model.weight]
-    assert (
-        state["exp_avg"].is_meta
-        and state["exp_avg_sq"].is_meta
-        and torch.equal(state["step"], before["step"])
-    )
+    assert state["exp_avg"].is_meta
+    assert state["exp_avg_sq"].is_meta
+    assert torch.equal(state["step"], before["step"])
     optimizer.state[model.weight] = before
     move_states(optimizer, torch.device("cpu"))
     assert optimizer.state[model.weight].keys() == before.keys()
@@ -847,15 +863,16 @@ def test_what_may_not_fit_on_a_cpu_is_named(folder):
 def test_a_cache_that_cannot_fit_is_refused_before_the_engine_starts(folder, tmp_path):
     """On two ranks each has half of the machine. A replay has no engine, and no rollout that could
     not fit."""
-    with pytest.raises(
-        SystemExit, match=r"^--engine-memory 10000: of [\d.]+ GiB that are free .* leave [\d.]+$"
-    ):
+    message = r"^--engine-memory 10000: of [\d.]+ GiB that are free .* leave [\d.]+$"
+    with pytest.raises(SystemExit, match=message):
         plan(folder, engine_memory=10_000.0)
-    world, folders = World(0, 1, 0, torch.device("cpu")), [[folder], []]
+    world = World(0, 1, 0, torch.device("cpu"))
+    folders = [[folder], []]
     told = memory_plan(
         Rollout(engine_memory=1e4, replay=tmp_path), Machine(), world, torch.bfloat16, *folders
     ).text
-    assert "rollout" not in told and "warning" not in told
+    assert "rollout" not in told
+    assert "warning" not in told
 
 
 @pytest.mark.parametrize("phase", ["sync_weights", "wake", "step"])
@@ -868,22 +885,20 @@ def test_out_of_memory_in_an_engine_names_its_phase(engine, phase, monkeypatch):
         to=fail, record=fail, wake_up=fail, llm_engine=SimpleNamespace(step=fail)
     )
     own = engine.__new__(engine)
-    own.sleep_level, own.model, own.llm, own.books, own.dtype, own.device = (
-        1,
-        broken,
-        broken,
-        broken,
-        None,
-        None,
-    )
-    own.requests, own.max_sequences, own._generate_batch = [1], 1, fail
+    own.sleep_level = 1
+    own.model = broken
+    own.llm = broken
+    own.books = broken
+    own.dtype = None
+    own.device = None
+    own.requests = [1]
+    own.max_sequences = 1
+    own._generate_batch = fail
 
     arguments = {"sync_weights": ((), 1), "wake": ("weights",), "step": ()}[phase]
     expected = "the rollout" if phase == "step" else "the weight sync"
-    with pytest.raises(
-        SystemExit,
-        match=f"out of GPU memory in {expected}: lower --engine-memory, add --offload optimizer ",
-    ):
+    message = f"out of GPU memory in {expected}: lower --engine-memory, add --offload optimizer "
+    with pytest.raises(SystemExit, match=message):
         getattr(own, phase)(*arguments)
 
 
@@ -894,7 +909,9 @@ def test_an_engine_that_cannot_sleep_beside_others_names_the_flag():
         raise AssertionError("Memory usage increased after sleeping.")
 
     own = VllmEngine.__new__(VllmEngine)
-    own.sleep_level, own.asleep, own.llm = 1, False, SimpleNamespace(sleep=fail)
+    own.sleep_level = 1
+    own.asleep = False
+    own.llm = SimpleNamespace(sleep=fail)
     with pytest.raises(SystemExit, match=r"Memory usage increased .*: --sleep-level 0$"):
         own.sleep()
     assert not own.asleep
@@ -905,13 +922,16 @@ def test_loading_takes_a_shard_and_a_layer():
     """Of each kind of model, on 2 and on 4 ranks: the benchmark fails above the bound."""
     table = run_script(ROOT / "tests" / "bench" / "loading.py", fresh=True, timeout=1800).stdout
     shares = [int(share) for share in re.findall(r"(\d+)% \|$", table, re.MULTILINE)]
-    assert len(shares) == 14 and max(shares) <= 100 and min(shares) > 20
+    assert len(shares) == 14
+    assert max(shares) <= 100
+    assert min(shares) > 20
 
 
 @pytest.mark.slow
 def test_the_table_on_paper_is_what_its_benchmark_prints():
     printed = run_script(ROOT / "tests" / "bench" / "paper.py").stdout.strip()
-    assert printed.count("\n") == 19 and printed in (ROOT / "docs" / "scaling.md").read_text()
+    assert printed.count("\n") == 19
+    assert printed in (ROOT / "docs" / "scaling.md").read_text()
 
 
 @pytest.mark.parametrize(

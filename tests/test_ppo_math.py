@@ -120,7 +120,8 @@ def test_each_episode_has_its_own_lambda():
 
 def test_observations_are_passed_over():
     """The same tokens with and without observations between them have the same advantages."""
-    with_tools, without = [episode(0, [1, 0, 0, 1, 1, 0, 1])], [episode(0, [1, 1, 1, 1])]
+    with_tools = [episode(0, [1, 0, 0, 1, 1, 0, 1])]
+    without = [episode(0, [1, 1, 1, 1])]
     rewards, values = torch.randn(
         2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
     )
@@ -155,7 +156,8 @@ def test_whitened_has_mean_0_and_unbiased_variance_1():
         torch.randn(57, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) * 3 + 5
     )
     white = ppo.whitened(values)
-    assert white.mean().abs() < 1e-12 and white.var() == pytest.approx(1.0, abs=1e-8)
+    assert white.mean().abs() < 1e-12
+    assert white.var() == pytest.approx(1.0, abs=1e-8)
     assert torch.allclose(white, (values - values.mean()) / values.std(), atol=1e-7)
 
 
@@ -211,7 +213,8 @@ def test_value_loss_by_hand(value, old, target, loss, clipped, slope):
     v = torch.tensor([value], dtype=torch.float64, requires_grad=True)
     old, target = (torch.tensor([x], dtype=torch.float64) for x in (old, target))
     got, is_clipped = ppo.value_loss(v, old, target, 0.2)
-    assert got.item() == pytest.approx(loss, abs=1e-12) and is_clipped.item() == clipped
+    assert got.item() == pytest.approx(loss, abs=1e-12)
+    assert is_clipped.item() == clipped
     assert torch.autograd.grad(got.sum(), v)[0].item() == pytest.approx(slope, abs=1e-12)
 
 
@@ -228,7 +231,8 @@ def test_value_loss_without_clip_is_half_the_square():
         3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
     )
     loss, clipped = ppo.value_loss(v, old, target, 0.0)
-    assert torch.equal(loss, 0.5 * (v - target).square()) and not clipped.any()
+    assert torch.equal(loss, 0.5 * (v - target).square())
+    assert not clipped.any()
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -267,14 +271,16 @@ def test_the_critic_is_zero_at_first_and_has_a_head_of_its_own(tiny_config):
     episodes = random_episodes(6)
     (batch,) = pack(episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000)
     values = critic(batch)
-    assert not values.any() and values.dtype == torch.float64
+    assert not values.any()
+    assert values.dtype == torch.float64
     values.sum().backward()
     assert critic.head.grad.any(), "it learns"
 
 
 def test_a_value_is_read_at_the_token_before(tiny_config):
     """The value of a token must not change with the token itself, nor with any later one."""
-    critic, ids = make_critic(tiny_config), [5, 6, 7, 8]
+    critic = make_critic(tiny_config)
+    ids = [5, 6, 7, 8]
 
     def values(response: list[int]) -> list[float]:
         one = [Episode(0, 0, [3, 4], response, [1] * 4, [0.0] * 4, "stop")]
@@ -290,7 +296,8 @@ def test_a_value_is_read_at_the_token_before(tiny_config):
 
 @pytest.fixture(scope="module")
 def case(tiny_config):
-    critic, episodes = make_critic(tiny_config), random_episodes(8)
+    critic = make_critic(tiny_config)
+    episodes = random_episodes(8)
     index = TokenIndex(episodes)
     generator = torch.Generator().manual_seed(7)
     old, returns = torch.randn(2, len(index), dtype=torch.float64, generator=generator)
@@ -310,9 +317,8 @@ def gradient(
     batches = pack(episodes, range(len(episodes))[::order], index, budget=budget, **options)
     minibatch = Minibatch([], float(len(index)), float((index.lengths > 0).sum()), batches)
     means = ppo.critic_backward(critic, minibatch, tokens, args, world, scale=scale)
-    assert (
-        means.counts == {"value/clip_fraction": len(index), "value/loss": 1} and means.totals == {}
-    )
+    assert means.counts == {"value/clip_fraction": len(index), "value/loss": 1}
+    assert means.totals == {}
     sums = [float(means.sums["value/loss"]) / world.size, float(means.sums["value/clip_fraction"])]
     return sums, [p.grad.clone() for p in critic.parameters()]
 
@@ -383,7 +389,8 @@ def test_the_critics_gradient_by_finite_differences(case):
     _, got = gradient(case, args, 10_000)
     direction = [torch.randn_like(p) for p in critic.parameters()]
     slope = sum((g * d).sum() for g, d in zip(got, direction)).item()
-    h, losses = 1e-6, []
+    h = 1e-6
+    losses = []
     for sign in (1, -2, 1):  # forward, back past the start, and home
         with torch.no_grad():
             for p, d in zip(critic.parameters(), direction):
@@ -451,9 +458,8 @@ def test_a_critic_reads_what_the_policy_reads():
     assert ppo.critic_path(policy("tiny"), "tiny") == str(FOLDERS["tiny"])
     with pytest.raises(SystemExit, match="--critic-model tiny-vl: another tokenizer"):
         ppo.critic_path(policy("tiny"), "tiny-vl")
-    with pytest.raises(
-        SystemExit, match="--critic-model tiny-vl: of policy and critic one cannot see"
-    ):
+    message = "--critic-model tiny-vl: of policy and critic one cannot see"
+    with pytest.raises(SystemExit, match=message):
         ppo.critic_path(policy("tiny-vl"), "tiny-vl")
     assert ppo.critic_path(policy("tiny-vl", vision="eyes"), "tiny-vl") == str(FOLDERS["tiny-vl"])
 
