@@ -274,8 +274,8 @@ def test_activations_are_those_that_autograd_keeps(config, device, dtype, tmp_pa
             # the plan counts keys of a prompt for each response; here there is one response
             planned = replace(rollout, max_response_tokens=120)
         expected = activation_bytes(shape, planned, machine, dtype)
-        found = kept_bytes(config, attention, dtype, checkpointing, units, device)
-        assert found == pytest.approx(expected, rel=0.05), (attention, checkpointing)
+        kept = kept_bytes(config, attention, dtype, checkpointing, units, device)
+        assert kept == pytest.approx(expected, rel=0.05), (attention, checkpointing)
 
 
 @pytest.mark.slow
@@ -301,8 +301,8 @@ def test_what_fsdp2_gathers_is_what_torchs_tracker_counts(
     tracked = float(output.split()[-1])
     rollout = replace(WITHOUT_ENGINE, max_prompt_tokens=1, max_response_tokens=1)
     machine = Machine(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
-    found = memory_phases(rollout, machine, ranks, trained=[str(tmp_path)], frozen=[], **ON_A_CARD)
-    planned = max(found["backward"], found["reduction"]) - found["Adam"] - found["NCCL"]
+    gb = memory_phases(rollout, machine, ranks, trained=[str(tmp_path)], frozen=[], **ON_A_CARD)
+    planned = max(gb["backward"], gb["reduction"]) - gb["Adam"] - gb["NCCL"]
     assert 0.999 * tracked <= planned <= 1.35 * tracked
 
 
@@ -315,8 +315,8 @@ def test_what_fsdp2_gathers_is_what_torchs_tracker_counts(
 def test_7b_does_not_fit(gpus, card, flags):
     """At 92 % of the card, with the defaults of an engine beside it."""
     flags |= {"gradient_checkpointing": True, "micro_batch_tokens": 4096}
-    found = gigabytes("7B", gpus, Rollout(), **flags)
-    assert max(found["rollout"], found["update"]) > 0.92 * card
+    gb = gigabytes("7B", gpus, Rollout(), **flags)
+    assert max(gb["rollout"], gb["update"]) > 0.92 * card
 
 
 @pytest.mark.parametrize(
@@ -469,8 +469,8 @@ def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
 )
 def test_the_cheapest_change_is_named(name, free, ranks, flags, advice, monkeypatch):
     text = planned_on_gpus(monkeypatch, name, free, ranks, Rollout(engine_memory=8), **flags).text
-    found = text.partition("may not fit; it would ")[2]
-    assert re.fullmatch(advice, found), found
+    words = text.partition("may not fit; it would ")[2]
+    assert re.fullmatch(advice, words), words
 
 
 # --- the micro-batch that a run chooses -----------------------------------------------------------
@@ -645,13 +645,13 @@ def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, flo
     return gb, text
 
 
-def assert_gigabytes(found: dict[str, float], **expected: float) -> None:
+def assert_gigabytes(gb: dict[str, float], **expected: float) -> None:
     for item, number in expected.items():
-        assert found[item.replace("_", " ")] == pytest.approx(number / 1e9, abs=0.051), item
+        assert gb[item.replace("_", " ")] == pytest.approx(number / 1e9, abs=0.051), item
 
 
 def test_one_rank(folder):
-    found, text = plan(folder)
+    gb, text = plan(folder)
     weights = 12 * PARAMETERS
     engine = 2 * PARAMETERS
     cache = 2 * 2**30
@@ -659,18 +659,18 @@ def test_one_rank(folder):
     # last norm
     layer = 16 * HIDDEN + 2 * HIDDEN + 4 * 2 * HIDDEN + 4 * HIDDEN + 4 * 8 + 8 * MLP
     activations = 10_000 * (LAYERS * layer + 6 * HIDDEN)
-    assert_gigabytes(found, engine=engine, gradients=4 * PARAMETERS, activations=activations)
-    assert found["KV cache"] == pytest.approx(2.1)
+    assert_gigabytes(gb, engine=engine, gradients=4 * PARAMETERS, activations=activations)
+    assert gb["KV cache"] == pytest.approx(2.1)
     assert "warning" not in text
     logits = 3 * 4 * 256 * VOCAB
-    assert_gigabytes(found, rollout=weights + engine + cache + logits)
+    assert_gigabytes(gb, rollout=weights + engine + cache + logits)
     # on a CPU the engine does not sleep, and one rank keeps the weights' casts for all
     # micro-batches
     casts = 2 * PARAMETERS
     root_gradients = 2 * VOCAB * HIDDEN
     head = 12 * 2**23 + 10 * 10_000 * HIDDEN
     update = weights + casts + root_gradients + head + 4 * PARAMETERS + activations
-    assert_gigabytes(found, update=1.2 * update + engine + cache)  # a fifth is malloc's
+    assert_gigabytes(gb, update=1.2 * update + engine + cache)  # a fifth is malloc's
 
 
 def test_on_a_gpu_an_engine_that_sleeps_is_not_beside_the_update():
@@ -716,12 +716,12 @@ def test_what_the_root_has_gathered():
 def test_with_lora_the_base_has_no_gradients():
     shape = replace(SHAPES["7B"], adapters=40_000_000)
     machine = Machine(lora_rank=16, micro_batch_tokens=4096)
-    found = phases_of(WITHOUT_ENGINE, machine, 2, trained=[shape], frozen=[shape], **ON_A_CARD)
-    assert found["weights"] == pytest.approx((2 * shape.parameters / 2 + 4 * 40e6) / 1e9)
-    assert found["gathered"] == pytest.approx(2 * shape.root / 1e9)
-    assert (found["gradients"], found["Adam"], found["reference"]) == (0.16, 0.32, 0)
+    gb = phases_of(WITHOUT_ENGINE, machine, 2, trained=[shape], frozen=[shape], **ON_A_CARD)
+    assert gb["weights"] == pytest.approx((2 * shape.parameters / 2 + 4 * 40e6) / 1e9)
+    assert gb["gathered"] == pytest.approx(2 * shape.root / 1e9)
+    assert (gb["gradients"], gb["Adam"], gb["reference"]) == (0.16, 0.32, 0)
     whole = gigabytes("7B", 2, micro_batch_tokens=4096)
-    assert found["activations"] == whole["activations"], "those of frozen layers are kept, too"
+    assert gb["activations"] == whole["activations"], "those of frozen layers are kept, too"
 
 
 def test_a_critic_has_no_head():
@@ -739,8 +739,8 @@ def test_a_critic_has_no_head():
 
 def test_a_reward_model_takes_the_engines_place():
     arguments = (Machine(), 1, torch.bfloat16, [SHAPES["0.5B"]], [], True)
-    found = phases_of(Rollout(), *arguments, reward_parameters=7_000_000_000)
-    assert found["scoring"] == pytest.approx(found["weights"] + found["Adam"] + 14 + 0.7)
+    gb = phases_of(Rollout(), *arguments, reward_parameters=7_000_000_000)
+    assert gb["scoring"] == pytest.approx(gb["weights"] + gb["Adam"] + 14 + 0.7)
     assert phases_of(Rollout(), *arguments)["scoring"] == 0
 
 
@@ -755,8 +755,8 @@ def test_the_reward_models_folder_is_counted(folder, tmp_path):
     resident = (14 * PARAMETERS + 2**29) / 1e9
     size = 32_000 * 1024 + 8 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 1024
     text = memory_plan(*arguments, reward_model=str(tmp_path / "reward")).text
-    found = float(re.search(r"; reward model ([\d.]+);", text)[1])
-    assert found == pytest.approx(resident + 2 * size / 1e9, abs=0.051)
+    scoring = float(re.search(r"; reward model ([\d.]+);", text)[1])
+    assert scoring == pytest.approx(resident + 2 * size / 1e9, abs=0.051)
     assert "reward model" not in memory_plan(*arguments, reward_model=str(tmp_path / "none")).text
 
 
@@ -790,14 +790,14 @@ def test_a_trained_tower_keeps_activations_of_its_own():
 
 
 def test_shards_and_replicas(folder):
-    found, _ = plan(folder, ranks=4, trained=2, frozen=1)
-    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS / 4, Adam=2 * 8 * PARAMETERS / 4)
-    assert_gigabytes(found, reference=2 * PARAMETERS / 4)
-    found, _ = plan(folder, ranks=4, trained=2, frozen=1, shard_size=2)
-    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS / 2, Adam=2 * 8 * PARAMETERS / 2)
-    found, _ = plan(folder, ranks=4, trained=2, frozen=1, strategy="ddp")
-    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
-    assert_gigabytes(found, gradients=4 * PARAMETERS)  # of one model at a time
+    gb, _ = plan(folder, ranks=4, trained=2, frozen=1)
+    assert_gigabytes(gb, weights=(2 * 4 + 2) * PARAMETERS / 4, Adam=2 * 8 * PARAMETERS / 4)
+    assert_gigabytes(gb, reference=2 * PARAMETERS / 4)
+    gb, _ = plan(folder, ranks=4, trained=2, frozen=1, shard_size=2)
+    assert_gigabytes(gb, weights=(2 * 4 + 2) * PARAMETERS / 2, Adam=2 * 8 * PARAMETERS / 2)
+    gb, _ = plan(folder, ranks=4, trained=2, frozen=1, strategy="ddp")
+    assert_gigabytes(gb, weights=(2 * 4 + 2) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
+    assert_gigabytes(gb, gradients=4 * PARAMETERS)  # of one model at a time
 
 
 def test_ranks_that_share_an_engine_divide_its_weights_and_have_caches_of_their_own(folder):
@@ -813,10 +813,10 @@ def test_ranks_that_share_an_engine_divide_its_weights_and_have_caches_of_their_
 def test_a_reference_on_the_host_takes_no_room(folder):
     """It is on the device while it computes log-probs, when there are no gradients and
     activations."""
-    found, _ = plan(folder, frozen=1)
-    assert_gigabytes(found, weights=(4 + 2) * PARAMETERS)
-    found, _ = plan(folder, frozen=1, offload="reference")
-    assert_gigabytes(found, weights=4 * PARAMETERS)
+    gb, _ = plan(folder, frozen=1)
+    assert_gigabytes(gb, weights=(4 + 2) * PARAMETERS)
+    gb, _ = plan(folder, frozen=1, offload="reference")
+    assert_gigabytes(gb, weights=4 * PARAMETERS)
 
 
 @pytest.mark.parametrize("tokens", [10, 200_000])

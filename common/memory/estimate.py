@@ -17,13 +17,13 @@ from common.memory.shape import ModelShape, TowerShape
 # GB on a GPU beside the tensors (docs/results.md, "On GPUs")
 CUDA_CONTEXT = 1.0
 NCCL = 0.5  # its buffers, on several ranks
-VLLM_GRAPHS = 2.5  # CUDA graphs and work space: what 1.5B took beside its weights and its cache
-VLLM_ASLEEP = 0.7  # what remains of it while the engine sleeps
+VLLM_GRAPHS = 2.5  # its CUDA graphs and work space, measured with a model of 1.5B
+VLLM_ASLEEP = 0.7  # what remains of them while the engine sleeps
 
 # on a CPU: fragments that malloc keeps, as a share of the memory of an update (docs/results.md)
 MALLOC_PIECES = 0.2
 
-PATCHES = 4  # of a vision tower, for each token of a picture
+PATCHES = 4  # tokens of a vision tower for each token of a picture
 
 
 def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
@@ -151,6 +151,43 @@ def engine_bytes(
     return EngineBytes(weights, cache, workspace, after_rollout)
 
 
+@dataclass(frozen=True)
+class TrainerBytes:
+    """Bytes of a rank's models and optimizers outside of an update."""
+
+    weights: float  # of all models, the reference among them
+    reference: float
+    adam: float
+    learned: list[float]  # of each trained model the number of parameters in this rank's optimizer
+
+
+def trainer_bytes(
+    models: list[ModelShape],
+    frozen: list[ModelShape],
+    rollout: Rollout,
+    machine: Machine,
+    shards: int,
+    dtype: torch.dtype,
+) -> TrainerBytes:
+    item = dtype.itemsize
+    lora = machine.lora_rank > 0
+    if lora:
+        # adapters are float32, and whole on each rank
+        learned = [shape.adapters for shape in models]
+        weights = sum(item * shape.parameters for shape in models) / shards
+        weights += sum(4 * count for count in learned)
+    else:
+        learned = [(shape.parameters - shape.frozen) / shards for shape in models]
+        weights = sum(4 * shape.parameters for shape in models) / shards
+    reference = 0.0
+    # with LoRA the policy's base is the reference
+    if frozen and not lora and "reference" not in machine.offload:
+        reference = sum(item * shape.parameters for shape in frozen) / shards
+    weights += reference
+    adam = 0.0 if rollout.eval_only else sum(8 * count for count in learned)
+    return TrainerBytes(weights, reference, adam, learned)
+
+
 def phases_of(
     rollout: Rollout,
     machine: Machine,
@@ -168,46 +205,26 @@ def phases_of(
     activations are, "reduction" of what the root has gathered, "step" of the optimizer. On top of
     each phase come the "context" of CUDA and what the allocator keeps.
     """
-    lora = machine.lora_rank > 0
-    item = dtype.itemsize
+    if machine.attention == "auto":
+        attention = "flex" if on_gpu and dtype != torch.float16 else "sdpa"
+        machine = replace(machine, attention=attention)
     policy = trained[0]
     models = [policy]
     if not rollout.eval_only:
         models.extend(shape.backbone for shape in trained[1:])
-    if machine.attention == "auto":
-        attention = "flex" if on_gpu and dtype != torch.float16 else "sdpa"
-        machine = replace(machine, attention=attention)
     shards = 1 if machine.strategy == "ddp" else machine.shard_size or ranks
-
-    # what lives through all phases
-    if lora:
-        # adapters are float32, and whole on each rank
-        learned = [shape.adapters for shape in models]
-        weights = sum(item * shape.parameters for shape in models) / shards
-        weights += sum(4 * count for count in learned)
-    else:
-        learned = [(shape.parameters - shape.frozen) / shards for shape in models]
-        weights = sum(4 * shape.parameters for shape in models) / shards
-    reference = 0.0
-    # with LoRA the policy's base is the reference
-    if frozen and not ("reference" in machine.offload or lora):
-        reference = sum(item * shape.parameters for shape in frozen) / shards
-    weights += reference
+    trainer = trainer_bytes(models, frozen, rollout, machine, shards, dtype)
     nccl = 1e9 * NCCL if on_gpu and ranks > 1 else 0.0
-    adam = 0.0 if rollout.eval_only else sum(8 * count for count in learned)
-    adam_at_rest = 0.0 if "optimizer" in machine.offload else adam
-    resident = weights + nccl + adam_at_rest
-
-    # rollout and scoring
+    adam_at_rest = 0.0 if "optimizer" in machine.offload else trainer.adam
+    resident = trainer.weights + nccl + adam_at_rest  # in all phases
     engine = engine_bytes(policy, rollout, dtype, on_gpu)
     sampling = 0.0
     if not rollout.replay:
         sampling = resident + engine.weights + engine.cache + engine.workspace
     scoring = 0.0
     if reward_parameters:
-        scoring = resident + item * reward_parameters + engine.after_rollout
+        scoring = resident + dtype.itemsize * reward_parameters + engine.after_rollout
 
-    # the update, of one model at a time
     terms = {
         "gradients": 0.0,
         "activations": 0.0,
@@ -217,7 +234,8 @@ def phases_of(
         "step": 0.0,
     }
     if not rollout.eval_only:
-        for shape, count in zip(models, learned):
+        # of one model at a time: that of the largest moment
+        for shape, count in zip(models, trainer.learned):
             moments = update_moments(shape, rollout, machine, ranks, shards, dtype, on_gpu)
             at_rest = resident + 4 * count + engine.after_rollout
             moments["gradients"] = 4 * count
@@ -229,9 +247,9 @@ def phases_of(
     update = max(terms["backward"], terms["reduction"], terms["step"])
     if not on_gpu:
         update += MALLOC_PIECES * (update - engine.after_rollout)
-    terms["weights"] = weights
-    terms["reference"] = reference
-    terms["Adam"] = adam
+    terms["weights"] = trainer.weights
+    terms["reference"] = trainer.reference
+    terms["Adam"] = trainer.adam
     terms["engine"] = engine.weights
     terms["KV cache"] = engine.cache
     terms["workspace"] = engine.workspace

@@ -71,10 +71,10 @@ def halve_budget(
     memory = exhausted_memory(error)
     budget //= 2
     if budget < 128:
-        more = "use more GPUs" if memory == "GPU memory" else "give it more memory"
+        remedy = "use more GPUs" if memory == "GPU memory" else "give it more memory"
         raise SystemExit(
             f"out of {memory} in the update with {2 * budget} tokens: add "
-            f"--gradient-checkpointing or {more}; then the same command goes on"
+            f"--gradient-checkpointing or {remedy}; then the same command goes on"
         )
     with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -51,15 +51,15 @@ def largest_micro_batch(
 
 
 def fitting_micro_batch(
-    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, most: int
+    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, most_tokens: int
 ) -> int:
-    """The largest power of two, at most `most`, of tokens whose update takes at most `room`
+    """The largest power of two of tokens, at most `most_tokens`, whose update takes at most `room`
     gigabytes.
 
     An episode is never divided, so the result is at least the longest one, whether that fits or
     not.
     """
-    fitting = min(most, largest_micro_batch(phases, rollout, machine, ranks, room))
+    fitting = min(most_tokens, largest_micro_batch(phases, rollout, machine, ranks, room))
     tokens = 1
     while 2 * tokens <= fitting:
         tokens *= 2
