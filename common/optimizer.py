@@ -80,8 +80,8 @@ class GuardedAdamW:
         finite.
 
         The norm is that of all shards, so every rank decides alike without a further collective.
-        Clears the gradients. With `offload` Adam's moments are on the device for the step alone,
-        otherwise on the host. SystemExit after too many skipped steps in a row.
+        Clears the gradients. With `offload` Adam's moments are moved to the device for the step,
+        and to the host after it. SystemExit after too many skipped steps in a row.
         """
         for group in self.optimizer.param_groups:  # of this run, not of the checkpoint
             group["lr"] = lr

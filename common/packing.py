@@ -202,7 +202,7 @@ def pack(
     (num_bins,) = all_reduce([len(bins)], "max")
     while len(bins) < num_bins:
         bins.append([])
-    return [_build(episodes, units, index, multiple, vision) for units in bins]
+    return [_build(episodes, units_of_bin, index, multiple, vision) for units_of_bin in bins]
 
 
 def _units(

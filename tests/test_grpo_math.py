@@ -33,20 +33,22 @@ def advantages_of(scores, groups, advantage, dtype=torch.float64):
 
 def test_group_advantages_by_hand():
     """(0, 0, 0, 1): mean 1/4, unbiased variance (3/16 + 9/16) / 3 = 1/4, standard deviation 1/2."""
-    expected = torch.tensor([-0.25, -0.25, -0.25, 0.75], dtype=torch.float64)
-    assert torch.equal(advantages_of([0.0, 0, 0, 1], [0] * 4, "group-mean"), expected)
-    assert torch.allclose(
-        advantages_of([0.0, 0, 0, 1], [0] * 4, "group-std"), expected / (0.5 + 1e-6), rtol=1e-14
-    )
+    centered = torch.tensor([-0.25, -0.25, -0.25, 0.75], dtype=torch.float64)
+    scores = [0.0, 0, 0, 1]
+    assert torch.equal(advantages_of(scores, [0] * 4, "group-mean"), centered)
+    normalised = centered / (0.5 + 1e-6)
+    assert torch.allclose(advantages_of(scores, [0] * 4, "group-std"), normalised, rtol=1e-14)
 
 
 def reference_advantages(scores, groups, advantage):
     result = []
     for score, group in zip(scores, groups):
         members = [s for s, g in zip(scores, groups) if g == group]
-        deviation = statistics.stdev(members) if len(members) > 1 else 0.0
-        centered = score - statistics.fmean(members)
-        result.append(centered / (deviation + 1e-6) if advantage == "group-std" else centered)
+        value = score - statistics.fmean(members)
+        if advantage == "group-std":
+            deviation = statistics.stdev(members) if len(members) > 1 else 0.0
+            value = value / (deviation + 1e-6)
+        result.append(value)
     return result
 
 
@@ -59,11 +61,10 @@ def test_ragged_interleaved_groups_in_any_order(advantage):
     for _ in range(5):
         rng.shuffle(episodes)
         scores, groups = map(list, zip(*episodes))
-        ours = advantages_of(scores, groups, advantage)
-        expected = torch.tensor(
-            reference_advantages(scores, groups, advantage), dtype=torch.float64
-        )
-        assert torch.allclose(ours, expected, rtol=1e-10, atol=1e-12)
+        advantages = advantages_of(scores, groups, advantage)
+        expected = reference_advantages(scores, groups, advantage)
+        expected = torch.tensor(expected, dtype=torch.float64)
+        assert torch.allclose(advantages, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("advantage", ["group-std", "group-mean"])
@@ -79,36 +80,19 @@ def test_equal_scores_have_advantage_exactly_zero(advantage, score):
     """In float32, as in the script: a rounded mean would become a push of all samples in the same
     direction."""
     for size in (2, 3, 5, 7, 8, 16, 64):
-        ours = advantages_of(
-            [score] * size + [0.0, 1.0], [0] * size + [1, 1], advantage, torch.float32
-        )
-        assert not ours[:size].any(), f"{size} scores of {score}: {ours[0].item()}"
-        assert ours[size:].all()
+        scores = [score] * size + [0.0, 1.0]
+        groups = [0] * size + [1, 1]
+        advantages = advantages_of(scores, groups, advantage, torch.float32)
+        assert not advantages[:size].any(), f"{size} scores of {score}: {advantages[0].item()}"
+        assert advantages[size:].all()
 
 
 # --- surrogate ------------------------------------------------------------------------------------
 
-LOW, HIGH = 0.2, 0.28
-LOGRATIOS = [
-    -30.0,
-    -20.5,
-    -19.0,
-    -3.0,
-    -0.5,
-    -0.23,
-    -0.21,
-    -0.1,
-    0.0,
-    0.1,
-    0.24,
-    0.26,
-    0.5,
-    1.05,
-    1.15,
-    3.0,
-    19.0,
-    25.0,
-]
+LOW = 0.2
+HIGH = 0.28
+LOGRATIOS = [-30.0, -20.5, -19.0, -3.0, -0.5, -0.23, -0.21, -0.1, 0.0]
+LOGRATIOS += [0.1, 0.24, 0.26, 0.5, 1.05, 1.15, 3.0, 19.0, 25.0]
 ADVANTAGES = [-2.5, -1.0, -0.01, 0.0, 0.01, 1.0, 2.5]
 GRID = list(itertools.product(LOGRATIOS, ADVANTAGES))
 
@@ -134,7 +118,7 @@ def surrogate(logprobs, old_logprobs, advantages, dual_clip):
 
 
 def grid_tensors():
-    logratios, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*GRID))
+    logratios, advantages = torch.tensor(GRID, dtype=torch.float64).T
     old_logprobs = -torch.arange(len(GRID), dtype=torch.float64) / 16 - 31
     return old_logprobs + logratios, old_logprobs, advantages
 
@@ -145,14 +129,12 @@ def test_surrogate_equals_the_derivation_by_cases(dual_clip):
     loss, clipped = surrogate(logprobs.requires_grad_(), old_logprobs, advantages, dual_clip)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     for i, (logratio, advantage) in enumerate(GRID):
+        point = (logratio, advantage)
         value, slope, active = surrogate_by_cases(logratio, advantage, dual_clip)
-        assert loss[i].item() == pytest.approx(value, rel=1e-10, abs=1e-300), (logratio, advantage)
-        assert gradient[i].item() == pytest.approx(slope, rel=1e-10, abs=1e-300), (
-            logratio,
-            advantage,
-        )
-        assert bool(clipped[i]) == active, (logratio, advantage)
-    assert not gradient[clipped].any(), "what is clipped has no gradient"
+        assert loss[i].item() == pytest.approx(value, rel=1e-10, abs=1e-300), point
+        assert gradient[i].item() == pytest.approx(slope, rel=1e-10, abs=1e-300), point
+        assert bool(clipped[i]) == active, point
+    assert not gradient[clipped].any(), "clipped tokens have no gradient"
 
 
 @pytest.mark.parametrize("dual_clip", [0.0, 3.0])
@@ -166,8 +148,9 @@ def test_surrogate_gradient_by_finite_differences(dual_clip):
         h = 1e-5
         ahead = surrogate(logprobs + h, old_logprobs, advantages, dual_clip)[0]
         behind = surrogate(logprobs - h, old_logprobs, advantages, dual_clip)[0]
+    difference = ((ahead - behind) / (2 * h) - gradient).abs()
     scale = torch.maximum(loss.detach().abs(), gradient.abs()) + 1e-300
-    assert (((ahead - behind) / (2 * h) - gradient).abs() / scale).max() < 1e-8
+    assert (difference / scale).max() < 1e-8
 
 
 def test_ratio_of_exactly_one_gives_minus_the_advantage():
@@ -175,7 +158,8 @@ def test_ratio_of_exactly_one_gives_minus_the_advantage():
     advantages = torch.randn(64)
     loss, clipped = surrogate(logprobs, logprobs.detach(), advantages, 3.0)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert torch.equal(loss.detach(), -advantages) and torch.equal(gradient, -advantages)
+    assert torch.equal(loss.detach(), -advantages)
+    assert torch.equal(gradient, -advantages)
     assert not clipped.any()
 
 
@@ -202,13 +186,11 @@ def definition(reduction, losses):
 def weighted(reduction, losses, selected):
     """The script's sum over the episodes `selected`, with the counts of all episodes."""
     per_token = torch.cat([losses[i] for i in selected])
-    lengths = torch.cat(
-        [torch.full((LENGTHS[i],), float(LENGTHS[i]), dtype=torch.float64) for i in selected]
-    )
-    num_sequences = sum(length > 0 for length in LENGTHS)
-    weights = grpo.token_weights(
-        reduction, lengths, float(sum(LENGTHS)), float(num_sequences), L_MAX
-    )
+    length_of_episode = torch.tensor([LENGTHS[i] for i in selected])
+    lengths = length_of_episode.double().repeat_interleave(length_of_episode)
+    num_tokens = float(sum(LENGTHS))
+    num_sequences = float(sum(length > 0 for length in LENGTHS))
+    weights = grpo.token_weights(reduction, lengths, num_tokens, num_sequences, L_MAX)
     assert weights.shape == per_token.shape
     return (per_token * weights).sum()
 
@@ -224,10 +206,11 @@ def test_token_weights_equal_the_definitions_for_any_split(reduction):
         [[[0], [3, 1]], [[6, 5, 4, 2]]],
         [[[6], [5], [4]], [[3]], [[0, 1], [2]]],
     ):
-        per_rank = [
-            sum(weighted(reduction, losses, s) for s in batches) * len(ranks) for batches in ranks
-        ]
-        assert torch.allclose(torch.stack(per_rank).mean(), expected, rtol=1e-12), ranks
+        losses_of_ranks = []
+        for batches in ranks:
+            total = sum(weighted(reduction, losses, selected) for selected in batches)
+            losses_of_ranks.append(total * len(ranks))
+        assert torch.allclose(torch.stack(losses_of_ranks).mean(), expected, rtol=1e-12), ranks
 
 
 def test_reductions_differ():
@@ -259,29 +242,25 @@ def test_first_step_trains_and_no_factor_exceeds_one():
 def test_warmup_in_steps_and_as_a_share(schedule):
     ramp = [0.25, 0.5, 0.75, 1.0]
     for warmup, total in ((4, 40), (4.0, 400), (0.1, 40), (0.2, 20), (0.1, 42)):
-        assert [lr_factor(step, total, warmup, schedule, 0.0) for step in range(4)] == ramp, (
-            warmup,
-            total,
-        )
+        factors = [lr_factor(step, total, warmup, schedule, 0.0) for step in range(4)]
+        assert factors == ramp, (warmup, total)
     assert lr_factor(0, 40, 1.0, schedule, 0.0) == 1.0, "1 is one step, not all steps"
 
 
 def test_closed_forms_after_the_warmup():
     """10 steps of warm-up, 40 of decay to a floor of 0.1; a quarter, a half and all of the way."""
-    cosine = {10: 1.0, 20: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 30: 0.55, 50: 0.1}
-    linear = {10: 1.0, 20: 0.775, 30: 0.55, 50: 0.1}
-    for schedule, points in (
-        ("cosine", cosine),
-        ("linear", linear),
-        ("constant", dict.fromkeys(linear, 1.0)),
-    ):
-        for step, factor in points.items():
-            assert lr_factor(step, 50, 10, schedule, 0.1) == pytest.approx(factor, rel=1e-12), (
-                schedule,
-                step,
-            )
+    closed_forms = {  # schedule: {step: factor}
+        "constant": {10: 1.0, 20: 1.0, 30: 1.0, 50: 1.0},
+        "linear": {10: 1.0, 20: 0.775, 30: 0.55, 50: 0.1},
+        "cosine": {10: 1.0, 20: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4, 30: 0.55, 50: 0.1},
+    }
+    for schedule, points in closed_forms.items():
+        for step, expected in points.items():
+            factor = lr_factor(step, 50, 10, schedule, 0.1)
+            assert factor == pytest.approx(expected, rel=1e-12), (schedule, step)
     falling = [lr_factor(step, 50, 10, "cosine", 0.0) for step in range(10, 50)]
-    assert falling == sorted(falling, reverse=True) and falling[-1] > 0
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] > 0
 
 
 # --- split_minibatches ----------------------------------------------------------------------------
@@ -290,11 +269,12 @@ def test_closed_forms_after_the_warmup():
 def episodes_of_rank(num_prompts, samples, rank, size):
     """As the script deals them: prompt p goes to rank p % size. Sample counts are ragged: one
     prompt lost a sample."""
-    return [
-        Episode(p, s, [1], [2], [1], [0.0], "stop")
-        for p in range(num_prompts)[rank::size]
-        for s in range(samples - (p == 3))
-    ]
+    episodes = []
+    for prompt in range(rank, num_prompts, size):
+        num_samples = samples - 1 if prompt == 3 else samples
+        for sample in range(num_samples):
+            episodes.append(Episode(prompt, sample, [1], [2], [1], [0.0], "stop"))
+    return episodes
 
 
 @pytest.mark.parametrize("minibatches", [1, 2, 3, 11])
@@ -320,21 +300,30 @@ def test_minibatches_are_a_partition_by_prompts_whatever_the_ranks(minibatches):
 @pytest.mark.parametrize("ranks, minibatches", [(1, 4), (2, 4), (4, 8), (8, 4), (3, 5)])
 def test_ranks_have_as_many_prompts_of_a_minibatch(ranks, minibatches):
     """They wait for each other in every micro-batch."""
-    own = [episodes_of_rank(32, 2, rank, ranks) for rank in range(ranks)]
-    prompts = sorted({e.prompt_index for episodes in own for e in episodes})
+    episodes_of = [episodes_of_rank(32, 2, rank, ranks) for rank in range(ranks)]
+    prompts = sorted({e.prompt_index for episodes in episodes_of for e in episodes})
     for step in range(4):
-        splits = [split_minibatches(episodes, prompts, minibatches, 3, step) for episodes in own]
-        numbers = [[{e[i].prompt_index for i in part} for part in s] for s, e in zip(splits, own)]
-        counts = [[len(part) for part in of_rank] for of_rank in numbers]
-        assert all(max(of_ranks) - min(of_ranks) <= 2 for of_ranks in zip(*counts))
-        assert all(max(sizes) - min(sizes) <= 1 for sizes in [list(map(sum, zip(*counts)))])
+        counts = []  # [ranks][minibatches] numbers of prompts
+        for episodes in episodes_of:
+            counts_of_rank = []
+            for selected in split_minibatches(episodes, prompts, minibatches, 3, step):
+                counts_of_rank.append(len({episodes[i].prompt_index for i in selected}))
+            counts.append(counts_of_rank)
+        for counts_of_minibatch in zip(*counts, strict=True):
+            assert max(counts_of_minibatch) - min(counts_of_minibatch) <= 2
+        sizes = [sum(counts_of_minibatch) for counts_of_minibatch in zip(*counts, strict=True)]
+        assert max(sizes) - min(sizes) <= 1
 
 
 def test_minibatches_change_with_step_and_seed():
     episodes = episodes_of_rank(32, 2, 0, 1)
-    draws = ((0, 0), (0, 1), (1, 0), (0, 0))
-    split = [split_minibatches(episodes, list(range(32)), 2, seed, step) for seed, step in draws]
-    assert split[0] != split[1] and split[0] != split[2] and split[0] == split[3]
+
+    def split(seed: int, step: int) -> list[list[int]]:
+        return split_minibatches(episodes, list(range(32)), 2, seed, step)
+
+    assert split(seed=0, step=0) == split(seed=0, step=0)
+    assert split(seed=0, step=0) != split(seed=0, step=1)
+    assert split(seed=0, step=0) != split(seed=1, step=0)
 
 
 # --- sft ------------------------------------------------------------------------------------------
@@ -345,13 +334,12 @@ def test_cross_entropy_is_the_mean_over_the_global_batch():
     whole = logprobs.clone().requires_grad_()
     loss = sft.cross_entropy(whole, 12, 1)
     loss.backward()
-    assert torch.allclose(loss, -logprobs.mean()) and torch.allclose(
-        whole.grad, torch.full_like(logprobs, -1 / 12)
-    )
+    assert torch.allclose(loss, -logprobs.mean())
+    assert torch.allclose(whole.grad, torch.full_like(logprobs, -1 / 12))
     # micro-batches, one without tokens
-    ranks = [[logprobs[:1], logprobs[1:7]], [logprobs[7:7], logprobs[7:]]]
-    averaged = sum(sum(sft.cross_entropy(part, 12, 2) for part in rank) for rank in ranks) / 2
-    assert torch.allclose(averaged, loss)
+    first_rank = sft.cross_entropy(logprobs[:1], 12, 2) + sft.cross_entropy(logprobs[1:7], 12, 2)
+    second_rank = sft.cross_entropy(logprobs[7:7], 12, 2) + sft.cross_entropy(logprobs[7:], 12, 2)
+    assert torch.allclose((first_rank + second_rank) / 2, loss)
 
 
 # --- LossScale and GuardedAdamW's step ------------------------------------------------------------
@@ -372,7 +360,7 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_the_interval():
     assert scale.scale == 1.0, "never below 1"
     for _ in range(3 * 40):
         scale.update(True)
-    assert scale.scale == 2.0**24, "and never above what float32 counts in ones"
+    assert scale.scale == 2.0**24, "and never above the integers that float32 has"
 
 
 def test_loss_scale_state_round_trip():
@@ -387,7 +375,7 @@ def test_loss_scale_state_round_trip():
 
 
 @pytest.mark.parametrize("before, now", itertools.permutations([torch.float16, torch.bfloat16], 2))
-def test_a_run_that_goes_on_in_another_dtype_takes_that_ones_loss_scale(before, now):
+def test_a_run_that_goes_on_in_another_dtype_has_the_loss_scale_of_that_dtype(before, now):
     """2^14 doubled from 1 takes thousands of steps, in which most gradients of fp16 are 0."""
     scale = LossScale.for_dtype(now)
     scale.load_state_dict(LossScale.for_dtype(before).state_dict())
@@ -404,14 +392,17 @@ def test_loss_scale_is_one_without_fp16(dtype):
 
 def test_the_gap_is_a_mean_over_the_tokens_of_all_ranks(monkeypatch):
     """Three tokens here, with gaps of 0.1, 0.2 and 0; one on another rank, with 0.5."""
-    monkeypatch.setattr(
-        "common.precision.all_reduce", lambda values: [values[0] + 0.5, values[1] + 1]
-    )
-    engine, trainer = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.1, -1.8, -3.0])
+
+    def add_other_rank(values):
+        gaps, count = values
+        return [gaps + 0.5, count + 1]
+
+    monkeypatch.setattr("common.precision.all_reduce", add_other_rank)
+    engine = torch.tensor([-1.0, -2.0, -3.0])
+    trainer = torch.tensor([-1.1, -1.8, -3.0])
     assert checked_gap(engine, trainer, 0.21, step=3) == pytest.approx(0.2)
-    with pytest.raises(
-        RuntimeError, match=r"^step 3: .* by 0.2 on average, more than --max-logprob-gap 0.19"
-    ):
+    message = r"^step 3: .* by 0.2 on average, more than --max-logprob-gap 0.19"
+    with pytest.raises(RuntimeError, match=message):
         checked_gap(engine, trainer, 0.19, step=3)
     with pytest.raises(RuntimeError, match="by nan on average"):
         checked_gap(engine, trainer * math.nan, 1e9, step=3)
@@ -441,7 +432,8 @@ def guarded_step(model, optimizer, max_grad_norm, loss_scale, offload=False) -> 
         "offload": offload,
     }
     adamw = GuardedAdamW(model, torch.float32, **options)
-    adamw.optimizer, adamw.loss_scale = optimizer, loss_scale
+    adamw.optimizer = optimizer
+    adamw.loss_scale = loss_scale
     metrics = adamw.step(group["lr"]).reduce()
     return metrics["optim/grad_norm"], not metrics["optim/skipped_steps"]
 
@@ -458,35 +450,34 @@ def test_guarded_step_unscales_and_clips(scale, max_grad_norm):
     before = [parameter.detach().clone() for parameter in model.parameters()]
     norm = math.sqrt(sum((gradient**2).sum().item() for gradient in gradients))
     assert norm > 0.5
-    grad_norm, stepped = guarded_step(
-        model, optimizer, max_grad_norm, LossScale(scale, dynamic=scale > 1)
-    )
-    assert stepped and grad_norm == pytest.approx(norm, rel=1e-12), (
-        "the norm before clipping, unscaled"
-    )
+    loss_scale = LossScale(scale, dynamic=scale > 1)
+    grad_norm, stepped = guarded_step(model, optimizer, max_grad_norm, loss_scale)
+    assert stepped
+    assert grad_norm == pytest.approx(norm, rel=1e-12), "the norm before clipping, unscaled"
     assert all(parameter.grad is None for parameter in model.parameters())
-    used = [(old - new) / 0.25 for old, new in zip(before, model.parameters())]
+    applied = [(old - new) / 0.25 for old, new in zip(before, model.parameters())]
     clip = 0.5 / norm if max_grad_norm == 0.5 else 1.0
-    for ours, gradient in zip(used, gradients):
-        assert torch.allclose(ours, gradient * clip, rtol=1e-5, atol=0)
+    for applied_gradient, gradient in zip(applied, gradients):
+        assert torch.allclose(applied_gradient, gradient * clip, rtol=1e-5, atol=0)
     if max_grad_norm == 0.5:
-        assert sum((u**2).sum().item() for u in used) ** 0.5 <= 0.5
+        assert math.sqrt(sum((g**2).sum().item() for g in applied)) <= 0.5
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_guarded_step_skips_what_is_not_finite(poison, max_grad_norm):
+def test_guarded_step_skips_gradients_that_are_not_finite(poison, max_grad_norm):
     model, optimizer, _ = linear_with_gradient()
     before = snapshot(model, optimizer)
     next(model.parameters()).grad[1, 2] = poison
     loss_scale = LossScale(1024.0, dynamic=True, good_steps=5)
     grad_norm, stepped = guarded_step(model, optimizer, max_grad_norm, loss_scale)
-    assert not stepped and not math.isfinite(grad_norm)
-    assert (loss_scale.scale, loss_scale.good_steps) == (512.0, 0)
+    assert not stepped
+    assert not math.isfinite(grad_norm)
+    assert loss_scale.scale == 512.0
+    assert loss_scale.good_steps == 0
     torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in model.parameters()), (
-        "the next backward starts from nothing"
-    )
+    # the next backward starts from nothing
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_guarded_step_without_clipping_is_the_optimizers_own_step():
@@ -494,9 +485,8 @@ def test_guarded_step_without_clipping_is_the_optimizers_own_step():
     twin, twin_optimizer, _ = linear_with_gradient()
     guarded_step(model, optimizer, 0.0, LossScale())
     twin_optimizer.step()
-    torch.testing.assert_close(
-        snapshot(model, optimizer), snapshot(twin, twin_optimizer), rtol=0, atol=0
-    )
+    expected = snapshot(twin, twin_optimizer)
+    torch.testing.assert_close(snapshot(model, optimizer), expected, rtol=0, atol=0)
 
 
 def test_guarded_step_without_any_gradient_changes_nothing():
@@ -568,7 +558,7 @@ def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatc
     ],
 )
 def test_what_works_is_not_refused(flags, monkeypatch):
-    """The demo sets flags of its own: only what was typed can be idle."""
+    """The demo sets flags of its own: only flags that the user gives can be idle."""
     assert checked_args(grpo, monkeypatch, *flags.split()).run.model == "tiny"
 
 
@@ -590,10 +580,10 @@ def test_an_embedded_model_with_other_data_has_nothing_to_be_evaluated_on(monkey
     "flags", ["--sleep-level 2", "--offload optimizer", "--offload optimizer,reference"]
 )
 def test_what_takes_a_gpu_is_refused_without_one(flags, world, monkeypatch, tmp_path):
-    """Known once the run has joined its process group."""
+    """The device is known once the run has joined its process group."""
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
-    charged = "--kl-loss-coef 0.01 --output-dir"
-    args = checked_args(grpo, monkeypatch, *flags.split(), *charged.split(), str(tmp_path))
+    more = ["--kl-loss-coef", "0.01", "--output-dir", str(tmp_path)]
+    args = checked_args(grpo, monkeypatch, *flags.split(), *more)
     with pytest.raises(SystemExit, match=f"{flags.split()[0]} .* has no effect: needs a GPU"):
         job = Job("grpo", args.data, args.machine, args.run, demo=True)
         check_rollout(job, args.rollout)
@@ -602,7 +592,7 @@ def test_what_takes_a_gpu_is_refused_without_one(flags, world, monkeypatch, tmp_
 @pytest.mark.parametrize("script", [grpo, ppo])
 def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
     class Planned(Exception):
-        """So far the run may come."""
+        """Ends the run at this point."""
 
     def plan(*_, frozen: list, **__):
         raise Planned(frozen)
@@ -615,12 +605,12 @@ def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
         world=world, path="folder", output_dir=Path("run"), plan_memory=plan, check_weights=plan
     )
     monkeypatch.setattr(script, "Job", lambda *_, **__: job)
+    kl_in_reward = "--kl-reward-coef 0.01"
+    if script is grpo:
+        kl_in_reward += " --advantage rloo"
     for flags, frozen in (
         ("--kl-loss-coef 0.01", ["folder"]),
-        (
-            "--kl-reward-coef 0.01 --advantage rloo" if script is grpo else "--kl-reward-coef 0.01",
-            ["folder"],
-        ),
+        (kl_in_reward, ["folder"]),
         ("--kl-loss-coef 0.01 --eval-only", []),
         ("", []),
     ):
@@ -633,7 +623,7 @@ def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
 def test_with_lora_a_reference_on_the_host_is_refused_as_a_forks_default_too(
     world, monkeypatch, tmp_path
 ):
-    """It would be the policy that goes there."""
+    """The policy would be moved there."""
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
     args = checked_args(grpo, monkeypatch, "--lora-rank", "4", "--output-dir", str(tmp_path))
     args.machine.offload = "reference"

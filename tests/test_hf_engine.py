@@ -75,10 +75,10 @@ def worst_gap(policy, completions, prompts, temperature):
     for prompt, samples in zip(prompts, completions, strict=True):
         for sample in samples:
             ids = torch.tensor(sample.token_ids)
-            expected = plain_logprobs(policy, prompt, sample.token_ids, temperature).gather(
-                -1, ids[:, None]
-            )[:, 0]
-            gaps.append((torch.tensor(sample.logprobs, dtype=torch.float64) - expected).abs().max())
+            logprobs = torch.tensor(sample.logprobs, dtype=torch.float64)
+            of_all_tokens = plain_logprobs(policy, prompt, sample.token_ids, temperature)
+            expected = of_all_tokens.gather(-1, ids[:, None])[:, 0]
+            gaps.append((logprobs - expected).abs().max())
     return max(gaps).item()
 
 
@@ -92,33 +92,35 @@ def test_logprobs_are_the_models_own_at_the_temperature(engine, policy, temperat
 def test_samples_follow_the_distribution(engine, policy):
     """4,000 first tokens: no frequency is further than 5 standard deviations from the model's
     probability."""
-    n, temperature = 4000, 1.3
+    n = 4000
+    temperature = 1.3
     (samples,) = generate(engine, [PROMPTS[2]], Sampling(n, 1, temperature), [0], 0)
     counts = torch.bincount(torch.tensor([s.token_ids[0] for s in samples]), minlength=97)
     p = plain_logprobs(policy, PROMPTS[2], [0], temperature)[0].exp()
     assert ((counts - n * p).abs() / (n * p * (1 - p)).sqrt().clamp(min=1)).max() < 5
 
 
+def token_ids(completions) -> list[list[list[int]]]:
+    """The ids of each sample of each prompt."""
+    return [[sample.token_ids for sample in samples] for samples in completions]
+
+
 def test_a_sample_depends_on_its_seed_alone(engine, make_engine):
     sampling = Sampling(3, 20, 1.0)
-    together = [
-        [s.token_ids for s in samples] for samples in generate(engine, PROMPTS, sampling, SEEDS, 0)
-    ]
+    together = token_ids(generate(engine, PROMPTS, sampling, SEEDS, 0))
+    for samples in together:
+        assert len({tuple(ids) for ids in samples}) == 3, "samples of a prompt differ"
     for i in (0, 1):
-        (alone,) = generate(engine, [PROMPTS[i]], sampling, [SEEDS[i]], 0)
-        assert [s.token_ids for s in alone] == together[i]
+        alone = token_ids(generate(engine, [PROMPTS[i]], sampling, [SEEDS[i]], 0))
+        assert alone == [together[i]]
         (second,) = generate(engine, [PROMPTS[i]], Sampling(1, 20, 1.0), [SEEDS[i] + 1], 0)
         assert second[0].token_ids == together[i][1], "sample j has seed + j"
     reversed_order = generate(engine, PROMPTS[::-1], sampling, SEEDS[::-1], 0)
-    assert [[s.token_ids for s in samples] for samples in reversed_order] == together[::-1]
+    assert token_ids(reversed_order) == together[::-1]
     for max_sequences in (1, 5):
         engine = make_engine()
         engine.max_sequences = max_sequences
-        few = generate(engine, PROMPTS, sampling, SEEDS, 0)
-        assert [[s.token_ids for s in samples] for samples in few] == together
-    assert all(len({tuple(ids) for ids in samples}) == 3 for samples in together), (
-        "samples of a prompt differ"
-    )
+        assert token_ids(generate(engine, PROMPTS, sampling, SEEDS, 0)) == together
     (other,) = generate(engine, PROMPTS[:1], sampling, [SEEDS[0] + 50], 0)
     assert other[0].token_ids != together[0][0]
 
@@ -131,29 +133,31 @@ def test_a_longer_neighbour_does_not_shorten_a_sample(make_engine):
     (alone,), _ = generate(engine, [[7], [8]], sampling, [1, 2], 0)
     (beside,), (long,) = generate(engine, [[7], list(range(10, 22))], sampling, [1, 2], 0)
     assert len(alone.token_ids) == 12
-    assert len(long.token_ids) == 4 and long.finish_reason == "length"
+    assert len(long.token_ids) == 4
+    assert long.finish_reason == "length"
     assert beside.token_ids == alone.token_ids
 
 
 def test_greedy_is_the_argmax_of_the_plain_model(engine, policy):
-    for prompt, (sample,) in zip(
-        PROMPTS, generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)
-    ):
+    greedy = generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)
+    for prompt, (sample,) in zip(PROMPTS, greedy):
         ids = []
         while len(ids) < 12 and END not in ids:
-            ids.append(policy.model(torch.tensor([prompt + ids])).logits[0, -1].argmax().item())
+            logits = policy.model(torch.tensor([prompt + ids])).logits
+            ids.append(logits[0, -1].argmax().item())
         assert sample.token_ids == ids
-    greedy = generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)
     assert worst_gap(policy, greedy, PROMPTS, 1.0) < 1e-5
 
 
 def test_truncated_sampling(engine, policy):
-    greedy = [s[0].token_ids for s in generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)]
-    samples = list(generate(engine, PROMPTS, Sampling(2, 12, 1.5, top_p=1e-6), SEEDS, 0))
-    assert [[s.token_ids for s in pair] for pair in samples] == [[ids, ids] for ids in greedy]
-    assert all(abs(lp) < 1e-6 for pair in samples for s in pair for lp in s.logprobs), (
-        "certain, then"
-    )
+    """With a tiny top_p the most likely token is certain."""
+    greedy = generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)
+    truncated = generate(engine, PROMPTS, Sampling(2, 12, 1.5, top_p=1e-6), SEEDS, 0)
+    for (expected,), samples in zip(greedy, truncated, strict=True):
+        assert len(samples) == 2
+        for sample in samples:
+            assert sample.token_ids == expected.token_ids
+            assert max(map(abs, sample.logprobs)) < 1e-6
 
 
 def test_truncated_sampling_keeps_the_right_tokens(engine, policy):
@@ -162,9 +166,9 @@ def test_truncated_sampling_keeps_the_right_tokens(engine, policy):
     size = next(i + 1 for i, mass in enumerate(p.cumsum(0)) if mass >= 0.5)
     kept = order[:size].tolist()
     assert 1 < size < 30
-    assert {s.token_ids[0] for s in samples} <= set(kept) and len(
-        {s.token_ids[0] for s in samples}
-    ) > 1
+    sampled = {sample.token_ids[0] for sample in samples}
+    assert sampled <= set(kept)
+    assert len(sampled) > 1
     for sample in samples:
         expected = (p[kept.index(sample.token_ids[0])] / p[:size].sum()).log()
         assert sample.logprobs[0] == pytest.approx(expected.item(), abs=1e-5)
@@ -173,23 +177,24 @@ def test_truncated_sampling_keeps_the_right_tokens(engine, policy):
 def test_stops_at_an_end_token_and_includes_it(make_engine):
     ends = set(range(0, 97, 5))  # many, so that samples stop at different places
     engine = make_engine(end_ids=sorted(ends))
-    samples = [
-        s for group in generate(engine, PROMPTS, Sampling(8, 10, 1.5), SEEDS, 0) for s in group
-    ]
+    completions = generate(engine, PROMPTS, Sampling(8, 10, 1.5), SEEDS, 0)
+    samples = [sample for samples in completions for sample in samples]
     reasons = set()
     for sample in samples:
         assert len(sample.token_ids) == len(sample.logprobs) <= 10
         assert not ends & set(sample.token_ids[:-1]), "nothing follows an end token"
-        assert sample.finish_reason == ("stop" if sample.token_ids[-1] in ends else "length")
-        assert sample.finish_reason == "stop" or len(sample.token_ids) == 10
+        if sample.token_ids[-1] in ends:
+            assert sample.finish_reason == "stop"
+        else:
+            assert sample.finish_reason == "length"
+            assert len(sample.token_ids) == 10
         reasons.add((sample.finish_reason, len(sample.token_ids)))
     assert len(reasons) > 3, "samples that stop early do not end the others"
 
 
 def test_a_length_beyond_the_models_positions_is_refused(make_engine, folder):
-    with pytest.raises(
-        SystemExit, match=r"513 tokens together, and the model has 512 positions \(config.json\)"
-    ):
+    message = r"513 tokens together, and the model has 512 positions \(config.json\)"
+    with pytest.raises(SystemExit, match=message):
         make_engine(max_model_len=513)
     make_engine(synced=False, max_model_len=512)
 
@@ -238,11 +243,11 @@ def test_no_prompts_are_no_work(engine):
 
 # --- the books ------------------------------------------------------------------------------------
 
-# which name the message must hold, and what is done to the list of (name, tensor) that is sent
+# the tensor that the message must name, and what is done to the list of (name, tensor) to send
 FAULTS = {
     "missing": (
         "model.layers.1.mlp.up_proj.weight",
-        lambda name, sent: [x for x in sent if x[0] != name],
+        lambda name, sent: [(n, t) for n, t in sent if n != name],
     ),
     "unknown": (
         "model.layers.7.nonsense.weight",
@@ -250,7 +255,7 @@ FAULTS = {
     ),
     "sent twice": (
         "model.norm.weight",
-        lambda name, sent: [*sent, *[x for x in sent if x[0] == name]],
+        lambda name, sent: sent + [(n, t) for n, t in sent if n == name],
     ),
     "wrong size": (
         "model.layers.0.self_attn.q_proj.bias",
@@ -310,16 +315,14 @@ def test_stale_weights_are_refused(make_engine, policy):
 
 
 @pytest.mark.parametrize("sleep_level, kept", [(1, True), (2, False)])
-def test_what_sleep_has_dropped_is_not_generated_with(sleep_level, kept):
-    """The sync after it is forgotten. CPUs have no sleep: nothing stands for vLLM here, the books
-    alone are asked."""
+def test_weights_that_sleep_has_dropped_are_not_sampled_with(sleep_level, kept):
+    """If the next sync is forgotten. CPUs have no sleep: a mock stands in for vLLM, and the books
+    alone are tested."""
     engine = object.__new__(VllmEngine)
-    engine.llm, engine.books, engine.sleep_level, engine.asleep = (
-        Mock(),
-        WeightBooks({}),
-        sleep_level,
-        False,
-    )
+    engine.llm = Mock()
+    engine.books = WeightBooks({})
+    engine.sleep_level = sleep_level
+    engine.asleep = False
     engine.books.step = 7
     engine.sleep()
     engine.wake("weights")
@@ -337,7 +340,8 @@ def test_sync_changes_the_samples_to_those_of_the_new_weights(
 ):
     config = copy.deepcopy(tiny_config)
     config.tie_word_embeddings = tied
-    old, new = (plain_policy(config, seed) for seed in (3, 4))
+    old = plain_policy(config, seed=3)
+    new = plain_policy(config, seed=4)
     old.model.save_pretrained(tmp_path)
     engine = HuggingFaceEngine(
         EngineConfig(str(tmp_path), torch.float32, WORLD, [END], max_model_len=64)
@@ -349,26 +353,27 @@ def test_sync_changes_the_samples_to_those_of_the_new_weights(
     engine.sync_weights(full_parameters(new), 1)
     engine.wake("kv_cache")
     after = generate(engine, PROMPTS, Sampling(2, 12), SEEDS, 1)
-    assert (
-        worst_gap(old, before, PROMPTS, 1.0) < 1e-5 and worst_gap(new, after, PROMPTS, 1.0) < 1e-5
-    )
+    assert worst_gap(old, before, PROMPTS, 1.0) < 1e-5
+    assert worst_gap(new, after, PROMPTS, 1.0) < 1e-5
     assert worst_gap(new, before, PROMPTS, 1.0) > 0.1, "the two differ, or this test shows nothing"
 
 
 def test_as_many_requests_at_once_as_fit_into_the_cache(make_engine, tiny_config):
     """Of the longest: 64 tokens, in each of two layers a key and a value of one head of 32 numbers
     in float32."""
-    sequence = 64 * 2 * 2 * 32 * 4
-    for memory, most in ((5.5 * sequence, 5), (0.5 * sequence, 1), (2**30, 256)):
+    sequence_bytes = 64 * 2 * 2 * 32 * 4
+    for memory, most in ((5.5 * sequence_bytes, 5), (0.5 * sequence_bytes, 1), (2**30, 256)):
         assert make_engine(memory_gib=memory / 2**30).max_sequences == most
-    few = make_engine(memory_gib=2.5 * sequence / 2**30, end_ids=[])
-    batches, generate_batch = [], few._generate_batch
-    few._generate_batch = lambda requests: (
-        batches.append(len(requests)),
-        generate_batch(requests),
-    )[1]
-    (samples,) = generate(few, [PROMPTS[1]], Sampling(5, 4), [3], 0)
-    (together,) = generate(make_engine(end_ids=[]), [PROMPTS[1]], Sampling(5, 4), [3], 0)
-    assert batches == [2, 2, 1] and [s.token_ids for s in samples] == [
-        s.token_ids for s in together
-    ]
+    small = make_engine(memory_gib=2.5 * sequence_bytes / 2**30, end_ids=[])
+    batch_sizes = []
+    generate_batch = small._generate_batch
+
+    def record_size(requests):
+        batch_sizes.append(len(requests))
+        return generate_batch(requests)
+
+    small._generate_batch = record_size
+    in_batches = generate(small, [PROMPTS[1]], Sampling(5, 4), [3], 0)
+    together = generate(make_engine(end_ids=[]), [PROMPTS[1]], Sampling(5, 4), [3], 0)
+    assert batch_sizes == [2, 2, 1]
+    assert token_ids(in_batches) == token_ids(together)

@@ -1,5 +1,5 @@
-"""Memory and CPUs that a process may use, of folders that look like control groups; what comes of
-them."""
+"""Memory and CPUs that a process may use, read from folders that look like control groups, and what
+follows from them."""
 
 import os
 from pathlib import Path
@@ -57,21 +57,28 @@ def numbers(root: Path) -> tuple[float, float, int]:
 
 def test_without_limits_the_machine_decides(tmp_path):
     assert numbers(tmp_path / "nothing mounted") == (16, 64, 128)
-    without = {"a/memory.max": "max", "a/memory.current": 3 * GB, "a/cpu.max": "max 100000"}
-    assert numbers(version_2(tmp_path / "2", "/a", without)) == (16, 64, 128)
-    without = {"memory/a/memory.limit_in_bytes": NONE_V1, "memory/a/memory.usage_in_bytes": 3 * GB}
-    without["memory/a/memory.stat"] = (
-        f"cache 1\nhierarchical_memory_limit {NONE_V1}\ntotal_inactive_file 7"
-    )
-    without |= {"cpu,cpuacct/a/cpu.cfs_quota_us": -1, "cpu,cpuacct/a/cpu.cfs_period_us": 100_000}
-    assert numbers(version_1(tmp_path / "1", "/a", without)) == (16, 64, 128)
+    files = {"a/memory.max": "max", "a/memory.current": 3 * GB, "a/cpu.max": "max 100000"}
+    assert numbers(version_2(tmp_path / "2", "/a", files)) == (16, 64, 128)
+    stat = f"cache 1\nhierarchical_memory_limit {NONE_V1}\ntotal_inactive_file 7"
+    files = {
+        "memory/a/memory.limit_in_bytes": NONE_V1,
+        "memory/a/memory.usage_in_bytes": 3 * GB,
+        "memory/a/memory.stat": stat,
+        "cpu,cpuacct/a/cpu.cfs_quota_us": -1,
+        "cpu,cpuacct/a/cpu.cfs_period_us": 100_000,
+    }
+    assert numbers(version_1(tmp_path / "1", "/a", files)) == (16, 64, 128)
 
 
 def test_a_container_of_version_2(tmp_path):
-    """Its path is `/` in a namespace of its own; one that joined from outside has a path that leads
-    out of it."""
-    files = {"memory.max": 5 * GB, "memory.current": 4 * GB, "cpu.max": "800000 100000"}
-    files["memory.stat"] = f"anon 1\ninactive_anon 5\ninactive_file {GB}\nactive_file 5"
+    """Its path is `/` in a namespace of its own; a process that joined from outside has a path that
+    leads out of it."""
+    files = {
+        "memory.max": 5 * GB,
+        "memory.current": 4 * GB,
+        "memory.stat": f"anon 1\ninactive_anon 5\ninactive_file {GB}\nactive_file 5",
+        "cpu.max": "800000 100000",
+    }
     for number, group in enumerate(["/", "/../..", "/docker/abc"]):
         assert numbers(version_2(tmp_path / f"{number}", group, files)) == (2, 5, 8)
     outside = version_2(tmp_path / "outside", "/", files, mount="/../..")
@@ -80,42 +87,42 @@ def test_a_container_of_version_2(tmp_path):
 
 def test_a_container_of_version_1(tmp_path):
     """Without a namespace it is mounted at its own path, which /proc/self/cgroup names, too."""
-    files = {"memory/memory.limit_in_bytes": 5 * GB, "memory/memory.usage_in_bytes": 4 * GB}
-    files["memory/memory.stat"] = f"inactive_file 3\ntotal_inactive_file {GB}"
-    files |= {"cpu,cpuacct/cpu.cfs_quota_us": 800_000, "cpu,cpuacct/cpu.cfs_period_us": 100_000}
-    for number, (group, mount) in enumerate(
-        [("/docker/a b", r"/docker/a\040b"), ("/", "/"), ("/x/y", "/docker/a")]
-    ):
+    files = {
+        "memory/memory.limit_in_bytes": 5 * GB,
+        "memory/memory.usage_in_bytes": 4 * GB,
+        "memory/memory.stat": f"inactive_file 3\ntotal_inactive_file {GB}",
+        "cpu,cpuacct/cpu.cfs_quota_us": 800_000,
+        "cpu,cpuacct/cpu.cfs_period_us": 100_000,
+    }
+    places = [("/docker/a b", r"/docker/a\040b"), ("/", "/"), ("/x/y", "/docker/a")]
+    for number, (group, mount) in enumerate(places):
         assert numbers(version_1(tmp_path / f"{number}", group, files, mount)) == (2, 5, 8)
 
 
 def test_the_least_of_all_groups_above(tmp_path):
-    """The innermost has most memory left, one above it least, whose other members use it up."""
+    """The innermost group has most memory left, and one above it least: others use it up."""
     files = {
         "memory.max": "max",
         "job/memory.max": 9 * GB,
         "job/memory.current": 8 * GB,
         "job/cpu.max": "650000 100000",
-    }
-    files |= {
         "job/step/memory.max": 8 * GB,
         "job/step/memory.current": GB,
         "job/step/cpu.max": "max 100000",
     }
     assert numbers(version_2(tmp_path / "2", "/job/step/task", files)) == (1, 8, 6)
-    files = {"memory/job/memory.limit_in_bytes": 9 * GB, "memory/job/memory.usage_in_bytes": 8 * GB}
-    files |= {
+    files = {
+        "memory/job/memory.limit_in_bytes": 9 * GB,
+        "memory/job/memory.usage_in_bytes": 8 * GB,
         "memory/job/step/memory.limit_in_bytes": 8 * GB,
         "memory/job/step/memory.usage_in_bytes": GB,
-    }
-    files |= {
         "cpu,cpuacct/job/cpu.cfs_quota_us": 650_000,
         "cpu,cpuacct/job/cpu.cfs_period_us": 100_000,
     }
     assert numbers(version_1(tmp_path / "1", "/job/step", files)) == (1, 8, 6)
 
 
-def test_limits_that_slow_down_and_limits_that_are_not_seen(tmp_path):
+def test_a_limit_that_slows_down_and_a_limit_of_a_group_out_of_sight(tmp_path):
     files = {"memory.max": 9 * GB, "memory.high": 3 * GB, "memory.current": GB}
     assert numbers(version_2(tmp_path / "2", "/", files)) == (2, 3, 128)
     files = {"memory/memory.limit_in_bytes": NONE_V1, "memory/memory.usage_in_bytes": GB}
@@ -123,7 +130,7 @@ def test_limits_that_slow_down_and_limits_that_are_not_seen(tmp_path):
     assert numbers(version_1(tmp_path / "1", "/", files)) == (2, 3, 128)
 
 
-def test_what_is_used_up_and_what_is_less_than_one(tmp_path):
+def test_memory_that_is_used_up_and_a_share_of_less_than_one_cpu(tmp_path):
     files = {"memory.max": GB, "memory.current": 2 * GB, "cpu.max": "50000 100000"}
     assert numbers(version_2(tmp_path, "/", files)) == (0, 1, 1)
 
@@ -135,7 +142,7 @@ def test_files_that_say_nothing_are_no_limits(tmp_path, files):
     assert numbers(version_2(tmp_path, "/", files)) == (16, 64, 128)
 
 
-# --- what comes of them ---------------------------------------------------------------------------
+# --- what follows from them -----------------------------------------------------------------------
 
 
 def test_ranks_share_the_cpus_of_the_container(monkeypatch):
@@ -153,16 +160,19 @@ def three_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("cpus, said, threads", [(2, None, 2), (8, None, 3), (2, "5", 3)])
-def test_torch_has_no_more_threads_than_cpus(monkeypatch, three_threads, cpus, said, threads):
-    """In what the process starts, too; unless the user has said how many."""
+@pytest.mark.parametrize("cpus, from_user, threads", [(2, None, 2), (8, None, 3), (2, "5", 3)])
+def test_torch_has_no_more_threads_than_cpus(monkeypatch, three_threads, cpus, from_user, threads):
+    """Nor have processes that are started later; unless the user has set the number."""
     monkeypatch.setattr("common.processes.usable_cpus", lambda: cpus)
-    monkeypatch.setenv("OMP_NUM_THREADS", said or "")
-    if not said:
+    monkeypatch.setenv("OMP_NUM_THREADS", from_user or "")
+    if from_user is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     limit_threads()
     assert torch.get_num_threads() == threads
-    assert os.environ.get("OMP_NUM_THREADS") == (said or ("2" if cpus == 2 else None))
+    expected = from_user
+    if from_user is None and cpus == 2:
+        expected = "2"
+    assert os.environ.get("OMP_NUM_THREADS") == expected
 
 
 def test_processes_that_the_kernel_has_killed_are_counted(tmp_path):

@@ -1,5 +1,5 @@
-"""LoRA: exact gradients, one set of merged weights for trainer, engine and export, a base that
-nothing writes to."""
+"""LoRA: exact gradients, one set of merged weights for trainer, engine and export, a base that is
+never changed."""
 
 import json
 
@@ -58,24 +58,30 @@ def packed(vocab: int = 97):
 
 def test_gradients_are_those_of_explicit_adapters():
     """And nothing else has any: what is merged in a backward is the weight of the forward."""
-    policy, plain, batch = random_adapted(), random_policy(CONFIG), packed()
+    policy = random_adapted()
+    plain = random_policy(CONFIG)
+    batch = packed()
     pull = torch.linspace(-1, 1, len(batch.targets), dtype=torch.float64)
     loss = (policy(batch)[0] * pull).sum() + policy(batch)[1].sum()
     loss.backward()
-    leaves, weights = {}, {}
+    leaves = {}
+    weights = {}
     for name, layer in adapters(policy):
-        leaves[name] = a, b = [
-            part.detach().clone().requires_grad_() for part in (layer.lora_A, layer.lora_B)
-        ]
+        a = layer.lora_A.detach().clone().requires_grad_()
+        b = layer.lora_B.detach().clone().requires_grad_()
+        leaves[name] = (a, b)
         weights[f"{name}.weight"] = layer.weight + 2.0 * b @ a
     logprobs, entropy = functional_call(plain, weights, (batch,))
     expected = (logprobs * pull).sum() + entropy.sum()
     expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12) and len(leaves) == 2 * 7
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert len(leaves) == 2 * 7
     for name, layer in adapters(policy):
-        for mine, theirs in zip((layer.lora_A, layer.lora_B), leaves[name], strict=True):
-            assert theirs.grad.abs().max() > 1e-3
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-9)
+        a, b = leaves[name]
+        assert a.grad.abs().max() > 1e-3
+        assert b.grad.abs().max() > 1e-3
+        torch.testing.assert_close(layer.lora_A.grad, a.grad, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(layer.lora_B.grad, b.grad, rtol=1e-9, atol=1e-9)
     with_gradient = {name for name, p in policy.named_parameters() if p.grad is not None}
     assert with_gradient == {name for name, p in policy.named_parameters() if "lora_" in name}
 
@@ -92,9 +98,8 @@ def test_a_fresh_adapter_changes_nothing_and_the_base_stays_what_it_was():
             sent = dict(full_parameters(policy))
         moved = policy(batch)[0]
         assert (moved - original).abs().mean() > 0.1
-        assert torch.equal(Base(policy)(batch)[0], original) and torch.equal(
-            policy(batch)[0], moved
-        )
+        assert torch.equal(Base(policy)(batch)[0], original)
+        assert torch.equal(policy(batch)[0], moved)
     now = policy.model.state_dict()
     assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
     assert any(not torch.equal(sent[name], before[name]) for name in sent)
@@ -103,7 +108,8 @@ def test_a_fresh_adapter_changes_nothing_and_the_base_stays_what_it_was():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_sent_has_the_bits_of_the_forward(dtype):
     """A plain model with the weights that an engine gets has the log-probs of the adapted one."""
-    policy, batch = load_policy(TINY, "sdpa", dtype=dtype, lora=lora()), packed()
+    policy = load_policy(TINY, "sdpa", dtype=dtype, lora=lora())
+    batch = packed()
     move_adapters(policy)
     plain = load_policy(TINY, "sdpa", dtype=dtype)
     plain.model.load_state_dict(dict(full_parameters(policy, dtype)))
@@ -112,29 +118,25 @@ def test_what_is_sent_has_the_bits_of_the_forward(dtype):
 
 
 def test_merging_rounds_once():
-    weight, a, b = torch.randn(64, 32).bfloat16(), torch.randn(4, 32), 1e-3 * torch.randn(64, 4)
-    assert torch.equal(
-        merged(weight, a, b, 2.0),
-        (weight.double() + 2 * b.double() @ a.double()).float().bfloat16(),
-    )
+    weight = torch.randn(64, 32).bfloat16()
+    a = torch.randn(4, 32)
+    b = 1e-3 * torch.randn(64, 4)
+    exact = weight.double() + 2 * b.double() @ a.double()
+    assert torch.equal(merged(weight, a, b, 2.0), exact.float().bfloat16())
 
 
 def test_an_adapted_critic_trains_its_head_too():
     backbone = load_policy(TINY, "sdpa", dtype=torch.bfloat16, lora=lora()).model.base_model
     critic = Critic(backbone, "sdpa")
     critic(packed()).sum().backward()
-    assert critic.head.dtype == torch.float32 and critic.head.grad.abs().sum() > 0
-    assert {
-        name.rpartition(".")[2] for name, p in critic.named_parameters() if p.requires_grad
-    } == {
-        "head",
-        "lora_A",
-        "lora_B",
-    }
+    assert critic.head.dtype == torch.float32
+    assert critic.head.grad.abs().sum() > 0
+    trained = [name for name, p in critic.named_parameters() if p.requires_grad]
+    assert {name.rpartition(".")[2] for name in trained} == {"head", "lora_A", "lora_B"}
 
 
 @pytest.mark.parametrize(
-    "targets, told",
+    "targets, message",
     [
         (
             "q_proj,nonsense",
@@ -144,8 +146,8 @@ def test_an_adapted_critic_trains_its_head_too():
         ("embed_tokens", "head and embeddings are not adapted"),
     ],
 )
-def test_targets_that_match_nothing_are_refused(targets, told):
-    with pytest.raises(SystemExit, match=told):
+def test_targets_that_match_nothing_are_refused(targets, message):
+    with pytest.raises(SystemExit, match=message):
         load_policy(TINY, "sdpa", lora=lora(targets=targets))
 
 
@@ -154,25 +156,25 @@ def test_targets_are_layers_by_name():
     assert {name.rpartition(".")[2] for name, _ in adapters(policy)} == {"q_proj", "down_proj"}
 
 
-def test_experts_are_told_not_to_be_adapted(capsys):
+def test_a_warning_says_that_experts_are_not_adapted(capsys):
     """transformers has them in one parameter, which is no linear layer."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 16,
-        "num_hidden_layers": 1,
-    }
     config = Qwen3MoeConfig(
-        **sizes, num_experts=4, vocab_size=97, num_attention_heads=2, num_key_value_heads=1
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_experts=4,
+        vocab_size=97,
+        num_attention_heads=2,
+        num_key_value_heads=1,
     )
-    for model, told in (
-        (AutoModelForCausalLM.from_config(config), True),
-        (AutoModelForCausalLM.from_config(CONFIG), False),
-    ):
-        add_adapters(model, repeated_blocks(model), Machine(lora_rank=2))
-        assert (
-            "experts, which are no linear layers here, are not adapted" in capsys.readouterr().out
-        ) == told
+    warning = "experts, which are no linear layers here, are not adapted"
+    mixture = AutoModelForCausalLM.from_config(config)
+    add_adapters(mixture, repeated_blocks(mixture), Machine(lora_rank=2))
+    assert warning in capsys.readouterr().out
+    dense = AutoModelForCausalLM.from_config(CONFIG)
+    add_adapters(dense, repeated_blocks(dense), Machine(lora_rank=2))
+    assert warning not in capsys.readouterr().out
 
 
 def test_all_may_be_named_among_others():
@@ -184,25 +186,23 @@ def test_a_checkpoint_holds_adapters_alone(tmp_path):
     """Where the head is tied to the embeddings, too, which torch names apart."""
     for folder in (TINY, write_tied_llama(tmp_path)):
         names = saved_weights(load_policy(str(folder), "sdpa", lora=lora())).keys()
-        assert names and {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
+        assert names
+        assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
 
 
 def test_peft_loads_the_adapter_to_the_same_logits(tmp_path, world):
     policy = load_policy(TINY, "sdpa", lora=lora())
     move_adapters(policy)
-    export_hugging_face(
-        policy, load_tokenizer(TINY), tmp_path / "model", world, torch.float32, base=TINY
-    )
+    folder = tmp_path / "model"
+    export_hugging_face(policy, load_tokenizer(TINY), folder, world, torch.float32, base=TINY)
     ids = torch.arange(3, 40)[None]
     base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         original = base(ids).logits
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "model" / "adapter")(ids).logits
-        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)(
-            ids
-        ).logits
-    assert (theirs - original).abs().max() > 0.1
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert (
-        json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())["r"] == 3
-    )
+        of_peft = peft.PeftModel.from_pretrained(base, folder / "adapter")(ids).logits
+        of_export = exported(ids).logits
+    assert (of_peft - original).abs().max() > 0.1
+    torch.testing.assert_close(of_export, of_peft, rtol=1e-5, atol=1e-5)
+    adapter_config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert adapter_config["r"] == 3

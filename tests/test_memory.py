@@ -1,4 +1,4 @@
-"""The memory plan, which stands before weights are loaded, against counts, peaks on a card, and
+"""The memory plan, which is made before weights are loaded, against counts, measured peaks, and
 arithmetic by hand."""
 
 import random
@@ -28,35 +28,30 @@ import common.attention
 from common.distributed import World
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
-from common.flags import Machine, Rollout
+from common.flags import MOST_TOKENS, Machine, Rollout
 from common.hub import FOLDERS
+from common.memory.estimate import activation_bytes, phases_of
 from common.memory.halving import remembered_budget
-from common.memory.plan import (
-    GIB,
-    MemoryPlan,
-    activation_bytes,
-    memory_phases,
-    memory_plan,
-    no_rollout,
-    phases_of,
-)
+from common.memory.plan import GIB, MemoryPlan, memory_phases, memory_plan, no_rollout
 from common.memory.remedies import largest_micro_batch
 from common.memory.shape import ModelShape, TowerShape, model_shape
 from common.optimizer import move_states
 
-HIDDEN, LAYERS, VOCAB, MLP = 512, 3, 100_000, 1024
-# tied embeddings; per layer q, k, v with biases, o, three MLP matrices, two norms; the last norm
-PARAMETERS = VOCAB * HIDDEN + LAYERS * (
-    2 * HIDDEN**2 + 2 * (HIDDEN * 128) + 512 + 256 + 3 * HIDDEN * MLP + 2 * HIDDEN
-)
-PARAMETERS += HIDDEN
-# of torch's tracker
+HIDDEN = 512
+LAYERS = 3
+VOCAB = 100_000
+MLP = 1024
+# q and o, k and v, their biases, three MLP matrices, two norms
+LAYER = 2 * HIDDEN**2 + 2 * HIDDEN * 128 + 512 + 256 + 3 * HIDDEN * MLP + 2 * HIDDEN
+# tied embeddings, layers, the last norm
+PARAMETERS = VOCAB * HIDDEN + LAYERS * LAYER + HIDDEN
+# runs of torch's tracker
 TRACKED = [(1, 4096, False, False), (8, 2048, False, True), (4, 128, True, False)]
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """What else runs on this one plays no part."""
+    """Its memory does not depend on what else runs on it."""
     monkeypatch.setattr("common.memory.plan.free_memory", lambda: 16e9)
 
 
@@ -119,22 +114,25 @@ def gigabytes(
     name: str, ranks: int = 1, rollout: Rollout = WITHOUT_ENGINE, critic=False, frozen=(), **flags
 ):
     """The phases of a Qwen2.5 on GPUs."""
-    trained = [SHAPES[name]] * (2 if critic else 1)
-    models = {"trained": trained, "frozen": [SHAPES[name] for _ in frozen]}
-    return phases_of(rollout, Machine(**flags), ranks, **models, **ON_A_CARD)
+    trained = [SHAPES[name]]
+    if critic:
+        trained.append(SHAPES[name])
+    frozen_models = [SHAPES[name] for _ in frozen]
+    machine = Machine(**flags)
+    return phases_of(rollout, machine, ranks, trained=trained, frozen=frozen_models, **ON_A_CARD)
 
 
-# --- what was seen, and what can be counted -------------------------------------------------------
+# --- what was measured, and what can be counted ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name, flags, seen", [("1.5B", {}, 54.6), ("3B", {"gradient_checkpointing": True}, 54.5)]
+    "name, flags, measured", [("1.5B", {}, 54.6), ("3B", {"gradient_checkpointing": True}, 54.5)]
 )
-def test_peaks_that_were_seen_on_an_h100(name, flags, seen):
+def test_peaks_that_were_measured_on_an_h100(name, flags, measured):
     """Of an update by tests/bench/gpu.py, docs/results.md: compiled, micro-batches of 12,800
     tokens, no engine."""
-    found = gigabytes(name, micro_batch_tokens=12_800, compile=True, **flags)
-    assert found["update"] == pytest.approx(seen, rel=0.03)
+    estimate = gigabytes(name, micro_batch_tokens=12_800, compile=True, **flags)
+    assert estimate["update"] == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -155,17 +153,17 @@ def test_the_shape_of_a_folder_is_that_by_hand(name, tmp_path):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_activations_by_formula(name):
-    """24 hidden + 8 mlp a layer, compiled 16 + 6, and less where the heads are a power of two:
-    3B."""
+    """24 hidden + 8 mlp a layer, compiled 16 + 6, and less if the heads are a power of two: 3B."""
     shape = SHAPES[name]
-    native = 4 * (shape.queries - shape.keys) if name == "3B" else 0
-    for compiled, layer in (
-        (False, 24.3 * shape.hidden + 8 * shape.mlp),
-        (True, 16.4 * shape.hidden + 6 * shape.mlp),
-    ):
-        machine = Machine(compile=compiled, attention="flex")
-        found = activation_bytes(shape, Rollout(), machine, torch.bfloat16)
-        assert found == pytest.approx(shape.layers * (layer - native), rel=0.015)
+    eager = 24.3 * shape.hidden + 8 * shape.mlp
+    compiled = 16.4 * shape.hidden + 6 * shape.mlp
+    if name == "3B":  # keys are not repeated for each head
+        eager -= 4 * (shape.queries - shape.keys)
+        compiled -= 4 * (shape.queries - shape.keys)
+    for flag, layer in ((False, eager), (True, compiled)):
+        machine = Machine(compile=flag, attention="flex")
+        estimate = activation_bytes(shape, Rollout(), machine, torch.bfloat16)
+        assert estimate == pytest.approx(shape.layers * layer, rel=0.015)
     machine = Machine(gradient_checkpointing=True, attention="flex")
     kept = 2 * shape.layers * shape.hidden + 6 * shape.hidden
     assert activation_bytes(shape, Rollout(), machine, torch.bfloat16) == kept
@@ -177,9 +175,8 @@ class Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = torch.empty_like(query)
-        ctx.save_for_backward(
-            query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32)
-        )
+        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
         return output
 
 
@@ -187,33 +184,35 @@ def flex_like(
     _, query: Tensor, key: Tensor, value: Tensor, mask: None, **options
 ) -> tuple[Tensor, None]:
     heads = query.shape[1]
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    if heads & (heads - 1):  # as transformers does it for flex attention
-        key, value = (repeat_kv(x, heads // x.shape[1]) for x in (key, value))
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
+    if heads & (heads - 1):  # as transformers does for flex attention
+        key = repeat_kv(key, heads // key.shape[1])
+        value = repeat_kv(value, heads // value.shape[1])
     return Opaque.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
 def kept_bytes(
     config, attention: str, dtype: torch.dtype, checkpointing: bool, units: list[list[int]], device
 ) -> float:
-    """A token of what autograd keeps of a model's forward, without its parameters."""
+    """Bytes of a token that autograd keeps of a model's forward, without its parameters."""
     AttentionInterface.register("flex_like", flex_like)
     kind = {"flex": "flex_like", "sdpa": "shared_prompts"}[attention]
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=kind
-        ).train()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kind)
+        model.train()
         num_tokens = sum(map(sum, units))
         ids = torch.zeros(1, num_tokens, dtype=torch.int64)
         positions = torch.arange(num_tokens)[None]
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    tensors = (*model.parameters(), *model.buffers())
+    storages_of_model = {tensor.untyped_storage()._cdata for tensor in tensors}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
+        if storage._cdata not in storages_of_model:
             kept[storage._cdata] = tensor
         return tensor
 
@@ -254,28 +253,29 @@ SPARSE = GROUPED | {
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_activations_are_those_that_autograd_keeps(config, device, dtype, tmp_path, monkeypatch):
-    """Eager; with flex attention and SDPA, whose kernels keep their inputs, outputs and a sum for
-    each head."""
+    """Eager; with flex attention and SDPA, whose kernels keep their inputs, their outputs and a sum
+    for each head."""
     config.save_pretrained(tmp_path)
     shape = model_shape(str(tmp_path), Machine())
     rollout = Rollout(max_prompt_tokens=64, max_response_tokens=96)
     units = [[64, 96]]
-    monkeypatch.setattr(
-        common.attention, "scaled_dot_product_attention", lambda q, k, v, **_: Opaque.apply(q, k, v)
-    )
+
+    def opaque_attention(query, key, value, **_):
+        return Opaque.apply(query, key, value)
+
+    monkeypatch.setattr(common.attention, "scaled_dot_product_attention", opaque_attention)
     ways = [("flex", False), ("flex", True)]
     if device == "meta":  # on a CPU short segments do not reach SDPA
         ways.append(("sdpa", False))
     for attention, checkpointing in ways:
         machine = Machine(attention=attention, gradient_checkpointing=checkpointing)
-        expected = activation_bytes(shape, rollout, machine, dtype)
-        # by the plan a response and its prompt for each response, here of one response
+        planned = rollout
         if attention == "sdpa":
-            expected = activation_bytes(
-                shape, replace(rollout, max_response_tokens=120), machine, dtype
-            )
-        found = kept_bytes(config, attention, dtype, checkpointing, units, device)
-        assert found == pytest.approx(expected, rel=0.05), (attention, checkpointing)
+            # the plan counts keys of a prompt for each response; here there is one response
+            planned = replace(rollout, max_response_tokens=120)
+        expected = activation_bytes(shape, planned, machine, dtype)
+        kept = kept_bytes(config, attention, dtype, checkpointing, units, device)
+        assert kept == pytest.approx(expected, rel=0.05), (attention, checkpointing)
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_activations_are_those_that_autograd_keeps(config, device, dtype, tmp_pa
 def test_what_fsdp2_gathers_is_what_torchs_tracker_counts(
     ranks, tokens, tied, checkpointing, tmp_path
 ):
-    """It counts neither moments nor the head's chunk; the plan may say somewhat more, and never
+    """It counts neither moments nor the head's chunk. The plan may be somewhat more, and never
     less."""
     Qwen2Config(
         hidden_size=2048,
@@ -294,14 +294,15 @@ def test_what_fsdp2_gathers_is_what_torchs_tracker_counts(
         vocab_size=151_936,
         tie_word_embeddings=tied,
     ).save_pretrained(tmp_path)
-    arguments = [ranks, tokens, tmp_path, *["checkpointing"] * checkpointing]
-    tracked = float(
-        run_script("tests/workers/tracked_memory.py", *arguments, fresh=True).stdout.split()[-1]
-    )
+    arguments = [ranks, tokens, tmp_path]
+    if checkpointing:
+        arguments.append("checkpointing")
+    output = run_script("tests/workers/tracked_memory.py", *arguments, fresh=True).stdout
+    tracked = float(output.split()[-1])
     rollout = replace(WITHOUT_ENGINE, max_prompt_tokens=1, max_response_tokens=1)
     machine = Machine(micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
-    found = memory_phases(rollout, machine, ranks, trained=[str(tmp_path)], frozen=[], **ON_A_CARD)
-    planned = max(found["backward"], found["reduction"]) - found["Adam"] - found["NCCL"]
+    gb = memory_phases(rollout, machine, ranks, trained=[str(tmp_path)], frozen=[], **ON_A_CARD)
+    planned = max(gb["backward"], gb["reduction"]) - gb["Adam"] - gb["NCCL"]
     assert 0.999 * tracked <= planned <= 1.35 * tracked
 
 
@@ -314,8 +315,8 @@ def test_what_fsdp2_gathers_is_what_torchs_tracker_counts(
 def test_7b_does_not_fit(gpus, card, flags):
     """At 92 % of the card, with the defaults of an engine beside it."""
     flags |= {"gradient_checkpointing": True, "micro_batch_tokens": 4096}
-    found = gigabytes("7B", gpus, Rollout(), **flags)
-    assert max(found["rollout"], found["update"]) > 0.92 * card
+    gb = gigabytes("7B", gpus, Rollout(), **flags)
+    assert max(gb["rollout"], gb["update"]) > 0.92 * card
 
 
 @pytest.mark.parametrize(
@@ -330,7 +331,9 @@ def test_the_tables_of_what_fits_are_what_their_commands_print(options, monkeypa
     printed = capsys.readouterr().out.partition("\n\n")[0]
     page = (ROOT / "docs" / "scaling.md").read_text()
     command = " ".join(["python tests/bench/memory.py", *options])
-    assert printed.count("\n") > 5 and printed in page and command in " ".join(page.split())
+    assert printed.count("\n") > 5
+    assert printed in page
+    assert command in " ".join(page.split())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -341,15 +344,23 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(name, ranks, che
 
     machine = Machine(gradient_checkpointing=checkpointing)
     tokens = largest_micro_batch(phases, Rollout(), machine, ranks, room=72.0)
-    assert tokens >= 1024 and tokens % 128 == 0
-    for extra, fits in ((0, True), (128, False)):
-        larger = replace(machine, micro_batch_tokens=tokens + extra)
-        assert (phases(Rollout(), larger, ranks)["update"] <= 72.0) == fits
+    assert tokens >= 1024
+    assert tokens % 128 == 0
+    fitting = replace(machine, micro_batch_tokens=tokens)
+    assert phases(Rollout(), fitting, ranks)["update"] <= 72.0
+    larger = replace(machine, micro_batch_tokens=tokens + 128)
+    assert phases(Rollout(), larger, ranks)["update"] > 72.0
     assert largest_micro_batch(phases, Rollout(), machine, ranks, room=2.0) == 0
 
 
 def planned_on_gpus(
-    monkeypatch, name: str, free: float, ranks: int, rollout: Rollout, **flags
+    monkeypatch,
+    name: str,
+    free: float,
+    ranks: int,
+    rollout: Rollout,
+    most_tokens: int = MOST_TOKENS,
+    **flags,
 ) -> MemoryPlan:
     """The plan of a run on GPUs; `free`: gigabytes."""
     shape = SHAPES[name]
@@ -358,14 +369,22 @@ def planned_on_gpus(
     monkeypatch.setattr("common.memory.plan.model_shape", lambda *_: shape)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     world = World(0, ranks, 0, torch.device("cuda"))
-    options = {"most_tokens": flags.pop("most_tokens")} if "most_tokens" in flags else {}
-    return memory_plan(rollout, Machine(**flags), world, torch.bfloat16, ["folder"], [], **options)
+    return memory_plan(
+        rollout,
+        Machine(**flags),
+        world,
+        torch.bfloat16,
+        ["folder"],
+        [],
+        most_tokens=most_tokens,
+    )
 
 
 def changed(advice: str, ranks: int, rollout: Rollout, flags: dict) -> tuple[int, Rollout, dict]:
-    """(ranks, rollout, flags) when one does what the plan advises."""
-    if more := re.search(r"(\d+) GPUs", advice):
-        ranks = int(more[1])
+    """(ranks, rollout, flags) of a run that follows the plan's advice."""
+    gpus = re.search(r"(\d+) GPUs", advice)
+    if gpus:
+        ranks = int(gpus[1])
     for name, value in re.findall(r"--([\w-]+)(?: ([\d.]+|[a-z,]+))?", advice.partition(" on ")[0]):
         name = name.replace("-", "_")
         if name == "offload":
@@ -398,10 +417,11 @@ def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
     if "it would " in text:
         advice = text.partition("may not fit; it would ")[2]
         ranks, rollout, changed_flags = changed(advice, ranks, rollout, flags)
-        assert flags or "--micro-batch-tokens" not in advice, "which a run chooses by itself"
-        assert cache or not sleep_level or "--engine-memory" not in advice, (
-            "which a run chooses by itself"
-        )
+        # no advice about what a run chooses by itself
+        if not flags:
+            assert "--micro-batch-tokens" not in advice
+        if cache is None and sleep_level:
+            assert "--engine-memory" not in advice
         changed_plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **changed_flags)
         assert "warning" not in changed_plan.text, advice
 
@@ -449,8 +469,8 @@ def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
 )
 def test_the_cheapest_change_is_named(name, free, ranks, flags, advice, monkeypatch):
     text = planned_on_gpus(monkeypatch, name, free, ranks, Rollout(engine_memory=8), **flags).text
-    found = text.partition("may not fit; it would ")[2]
-    assert re.fullmatch(advice, found), found
+    words = text.partition("may not fit; it would ")[2]
+    assert re.fullmatch(advice, words), words
 
 
 # --- the micro-batch that a run chooses -----------------------------------------------------------
@@ -464,27 +484,25 @@ def update_of(name: str, ranks: int, rollout: Rollout, tokens: int, flags: dict)
 @pytest.mark.parametrize("name, ranks", [("0.5B", 1), ("1.5B", 1), ("3B", 4), ("7B", 8)])
 @pytest.mark.parametrize("flags", [{}, {"gradient_checkpointing": True}])
 def test_a_micro_batch_is_what_fits_into_nine_tenths(name, ranks, free, flags, monkeypatch):
-    """A power of two: the next one would be too much, or more than 16,384. The longest episode fits
+    """A power of two: the next one would not fit, or be more than 16,384. The longest episode fits
     into any."""
     rollout = Rollout()
     plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout, **flags)
-    tokens, room = plan.micro_batch_tokens, 0.9 * free
-    assert 1024 <= tokens <= 16_384 and tokens.bit_count() == 1
-    assert (
-        f"--micro-batch-tokens {tokens} chosen to fit into 90% of what is free" in plan.text
-        and not plan.refusal
-    )
+    tokens = plan.micro_batch_tokens
+    room = 0.9 * free
+    assert 1024 <= tokens <= 16_384
+    assert tokens.bit_count() == 1
+    assert f"--micro-batch-tokens {tokens} chosen to fit into 90% of what is free" in plan.text
+    assert not plan.refusal
     fits = update_of(name, ranks, rollout, tokens, flags) <= room
     assert fits or tokens == 1024
     assert tokens == 16_384 or update_of(name, ranks, rollout, 2 * tokens, flags) > room
-    assert ("the update may not fit" in plan.text or "and the update may not" in plan.text) == (
-        not fits
-    )
+    assert ("the update may not fit" in plan.text) == (not fits)
 
 
 def test_a_micro_batch_holds_the_longest_episode(monkeypatch):
-    """Which is never divided, and may be no power of two; that of a script may be less than
-    16,384."""
+    """An episode is never divided, and its length need not be a power of two. A script may choose
+    at most 8,192 tokens."""
     flags = {"name": "0.5B", "ranks": 1, "attention": "flex"}
     for longest, free, expected in (
         (20_000, 78, 20_000),
@@ -496,48 +514,49 @@ def test_a_micro_batch_holds_the_longest_episode(monkeypatch):
             max_prompt_tokens=500, max_response_tokens=longest - 500, engine_memory=0.5
         )
         plan = planned_on_gpus(monkeypatch, free=free, rollout=rollout, **flags)
-        assert plan.micro_batch_tokens == expected and "warning" not in plan.text, (longest, plan)
+        assert plan.micro_batch_tokens == expected
+        assert "warning" not in plan.text, (longest, plan)
     for longest, expected in ((1024, 8192), (10_000, 10_000)):
         plan = planned_on_gpus(
             monkeypatch, free=78, rollout=no_rollout(longest), most_tokens=8192, **flags
         )
-        assert plan.micro_batch_tokens == expected and "rollout" not in plan.text
+        assert plan.micro_batch_tokens == expected
+        assert "rollout" not in plan.text
 
 
 def test_an_engine_that_stays_awake_is_taken_off_first(monkeypatch):
-    asleep, awake = (
-        planned_on_gpus(monkeypatch, "1.5B", 50, 1, Rollout(sleep_level=level)).micro_batch_tokens
-        for level in (1, 0)
-    )
-    assert awake < asleep
+    asleep = planned_on_gpus(monkeypatch, "1.5B", 50, 1, Rollout(sleep_level=1))
+    awake = planned_on_gpus(monkeypatch, "1.5B", 50, 1, Rollout(sleep_level=0))
+    assert awake.micro_batch_tokens < asleep.micro_batch_tokens
 
 
 def planned_on_a_cpu(monkeypatch, folder, free: float, trained: int = 1, **flags) -> MemoryPlan:
     """`free`: gigabytes; flags of both groups."""
     monkeypatch.setattr("common.memory.plan.free_memory", lambda: 1e9 * free)
-    rollout = Rollout(
-        **{name: flags.pop(name) for name in ("engine_memory", "eval_only") if name in flags}
-    )
+    rollout = Rollout()
+    for name in ("engine_memory", "eval_only"):
+        if name in flags:
+            setattr(rollout, name, flags.pop(name))
     world = World(0, 1, 0, torch.device("cpu"))
     return memory_plan(rollout, Machine(**flags), world, torch.bfloat16, [folder] * trained, [])
 
 
 def test_a_critic_is_taken_off_first(folder, monkeypatch):
-    alone, with_critic = (
-        planned_on_a_cpu(monkeypatch, folder, 4, trained).micro_batch_tokens for trained in (1, 2)
-    )
+    alone = planned_on_a_cpu(monkeypatch, folder, 4, trained=1).micro_batch_tokens
+    with_critic = planned_on_a_cpu(monkeypatch, folder, 4, trained=2).micro_batch_tokens
     assert 1024 < with_critic < alone
 
 
 def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder, monkeypatch):
-    """There the kernel would end it. A number that is typed is tried, and an evaluation has no
+    """The kernel would kill it. A number that the user gives is tried, and an evaluation has no
     update."""
     machine = Machine(micro_batch_tokens=1024, attention="sdpa")  # the longest episode, alone
-    needed = memory_phases(Rollout(), machine, 1, torch.bfloat16, [folder], [], on_gpu=False)[
-        "update"
-    ]
+    phases = memory_phases(Rollout(), machine, 1, torch.bfloat16, [folder], [], on_gpu=False)
+    needed = phases["update"]
     plan = planned_on_a_cpu(monkeypatch, folder, 1.001 * needed / 0.9)
-    assert plan.micro_batch_tokens >= 1024 and plan.refusal == "" and "warning" not in plan.text
+    assert plan.micro_batch_tokens >= 1024
+    assert plan.refusal == ""
+    assert "warning" not in plan.text
 
     free = 0.999 * needed / 0.9
     refusal = planned_on_a_cpu(monkeypatch, folder, free).refusal
@@ -549,12 +568,12 @@ def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder
     assert planned_on_a_cpu(monkeypatch, folder, free, engine_memory=0.25).refusal == ""
 
     typed = planned_on_a_cpu(monkeypatch, folder, free, micro_batch_tokens=10_000)
-    assert (typed.micro_batch_tokens, typed.refusal) == (
-        10_000,
-        "",
-    ) and "the update may not fit" in typed.text
+    assert typed.micro_batch_tokens == 10_000
+    assert typed.refusal == ""
+    assert "the update may not fit" in typed.text
     evaluation = planned_on_a_cpu(monkeypatch, folder, free, eval_only=True)
-    assert evaluation.refusal == "" and "warning" not in evaluation.text
+    assert evaluation.refusal == ""
+    assert "warning" not in evaluation.text
 
 
 # --- the KV cache that a run chooses --------------------------------------------------------------
@@ -567,23 +586,21 @@ def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder
 def test_a_cache_is_what_sampling_leaves_of_nine_tenths(
     name, ranks, free, share, engine, monkeypatch
 ):
-    """Beside weights, moments and what the engine takes besides; a quarter of a GiB more would be
-    too much."""
+    """Beside weights, moments and the engine's work space; a quarter of a GiB more would not
+    fit."""
     rollout = Rollout(engine=engine, engine_parallel=share if engine == "vllm" else 1)
     plan = planned_on_gpus(monkeypatch, name, free, ranks, rollout)
     cache = plan.engine_memory
-    assert (
-        cache > 4 and cache * 4 % 1 == 0 and f"; --engine-memory {cache:g} and --micro" in plan.text
-    )
-    for more, fits in ((0, True), (0.25, False)):
-        found = gigabytes(name, ranks, replace(rollout, engine_memory=cache + more))["rollout"]
-        assert (found <= 0.9 * free) == fits
-    assert (
-        plan.micro_batch_tokens
-        == planned_on_gpus(
-            monkeypatch, name, free, ranks, replace(rollout, engine_memory=1)
-        ).micro_batch_tokens
-    ), "the engine sleeps while there is an update"
+    assert cache > 4
+    assert cache * 4 % 1 == 0
+    assert f"; --engine-memory {cache:g} and --micro" in plan.text
+    fitting = gigabytes(name, ranks, replace(rollout, engine_memory=cache))
+    assert fitting["rollout"] <= 0.9 * free
+    larger = gigabytes(name, ranks, replace(rollout, engine_memory=cache + 0.25))
+    assert larger["rollout"] > 0.9 * free
+    small_cache = replace(rollout, engine_memory=1)
+    other_plan = planned_on_gpus(monkeypatch, name, free, ranks, small_cache)
+    assert plan.micro_batch_tokens == other_plan.micro_batch_tokens, "the engine sleeps by then"
 
 
 def test_other_caches_are_as_they_are_typed_or_have_a_default(folder, monkeypatch):
@@ -594,19 +611,23 @@ def test_other_caches_are_as_they_are_typed_or_have_a_default(folder, monkeypatc
         (WITHOUT_ENGINE, 8),
     ):
         plan = planned_on_gpus(monkeypatch, "1.5B", 78, 1, rollout)
-        assert plan.engine_memory == expected and "; --engine-memory" not in plan.text
+        assert plan.engine_memory == expected
+        assert "; --engine-memory" not in plan.text
     monkeypatch.undo()
     assert planned_on_a_cpu(monkeypatch, folder, 16).engine_memory == 0.5
 
 
 def test_a_cache_of_a_full_card_still_holds_an_episode(monkeypatch):
     plan = planned_on_gpus(monkeypatch, "7B", 40, 1, Rollout(max_response_tokens=16_000))
-    assert (
-        plan.engine_memory == 1 and "warning: the rollout and the update may not fit" in plan.text
-    )
+    assert plan.engine_memory == 1
+    assert "warning: the rollout and the update may not fit" in plan.text
 
 
 # --- terms ----------------------------------------------------------------------------------------
+
+
+ITEMS = ["weights", "reference", "Adam", "rollout", "engine", "KV cache"]
+ITEMS += ["update", "gradients", "activations"]
 
 
 def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, float], str]:
@@ -616,66 +637,59 @@ def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, flo
     )
     machine = Machine(**{"micro_batch_tokens": 10_000} | changes)
     world = World(0, ranks, 0, torch.device("cpu"))
-    text = memory_plan(
-        rollout, machine, world, torch.bfloat16, [folder] * trained, [folder] * frozen
-    ).text
-    items = (
-        "weights",
-        "reference",
-        "Adam",
-        "rollout",
-        "engine",
-        "KV cache",
-        "update",
-        "gradients",
-        "activations",
-    )
-    return {item: float(re.search(rf"{item} ([\d.]+)", text)[1]) for item in items}, text
+    folders = [[folder] * trained, [folder] * frozen]
+    text = memory_plan(rollout, machine, world, torch.bfloat16, *folders).text
+    gb = {}
+    for item in ITEMS:
+        gb[item] = float(re.search(rf"{item} ([\d.]+)", text)[1])
+    return gb, text
 
 
-def assert_gigabytes(found: dict[str, float], **expected: float) -> None:
+def assert_gigabytes(gb: dict[str, float], **expected: float) -> None:
     for item, number in expected.items():
-        assert found[item.replace("_", " ")] == pytest.approx(number / 1e9, abs=0.051), item
+        assert gb[item.replace("_", " ")] == pytest.approx(number / 1e9, abs=0.051), item
 
 
 def test_one_rank(folder):
-    found, text = plan(folder)
-    weights, engine, cache = 12 * PARAMETERS, 2 * PARAMETERS, 2 * 2**30
+    gb, text = plan(folder)
+    weights = 12 * PARAMETERS
+    engine = 2 * PARAMETERS
+    cache = 2 * 2**30
     # norms in float32, queries, keys of prompt and response for each head, outputs twice, MLP; the
     # last norm
     layer = 16 * HIDDEN + 2 * HIDDEN + 4 * 2 * HIDDEN + 4 * HIDDEN + 4 * 8 + 8 * MLP
     activations = 10_000 * (LAYERS * layer + 6 * HIDDEN)
-    assert_gigabytes(found, engine=engine, gradients=4 * PARAMETERS, activations=activations)
-    assert found["KV cache"] == pytest.approx(2.1) and "warning" not in text
+    assert_gigabytes(gb, engine=engine, gradients=4 * PARAMETERS, activations=activations)
+    assert gb["KV cache"] == pytest.approx(2.1)
+    assert "warning" not in text
     logits = 3 * 4 * 256 * VOCAB
-    assert_gigabytes(found, rollout=weights + engine + cache + logits)
+    assert_gigabytes(gb, rollout=weights + engine + cache + logits)
     # on a CPU the engine does not sleep, and one rank keeps the weights' casts for all
     # micro-batches
-    casts, root_gradients, head = (
-        2 * PARAMETERS,
-        2 * VOCAB * HIDDEN,
-        12 * 2**23 + 10 * 10_000 * HIDDEN,
-    )
+    casts = 2 * PARAMETERS
+    root_gradients = 2 * VOCAB * HIDDEN
+    head = 12 * 2**23 + 10 * 10_000 * HIDDEN
     update = weights + casts + root_gradients + head + 4 * PARAMETERS + activations
-    assert_gigabytes(found, update=1.2 * update + engine + cache)  # a fifth is malloc's
+    assert_gigabytes(gb, update=1.2 * update + engine + cache)  # a fifth is malloc's
 
 
 def test_on_a_gpu_an_engine_that_sleeps_is_not_beside_the_update():
-    asleep, awake = (gigabytes("1.5B", rollout=Rollout(sleep_level=level)) for level in (1, 0))
-    parameters = SHAPES["1.5B"].parameters
-    assert awake["update"] - asleep["update"] == pytest.approx(
-        2 * parameters / 1e9 + 8 * GIB + 2.5 - 0.7
-    )
+    asleep = gigabytes("1.5B", rollout=Rollout(sleep_level=1))
+    awake = gigabytes("1.5B", rollout=Rollout(sleep_level=0))
+    weights = 2 * SHAPES["1.5B"].parameters / 1e9
+    assert awake["update"] - asleep["update"] == pytest.approx(weights + 8 * GIB + 2.5 - 0.7)
     assert awake["rollout"] == asleep["rollout"]
     hf = gigabytes("1.5B", rollout=Rollout(engine="hf"))
     assert hf["update"] == gigabytes("1.5B")["update"], "on the host"
 
 
 def test_the_plan_is_of_the_engine_that_auto_means(monkeypatch):
-    plans = [gigabytes("1.5B", rollout=Rollout(engine=engine)) for engine in ("vllm", "hf")]
-    assert gigabytes("1.5B", rollout=Rollout()) == plans[0] != plans[1]
+    of_vllm = gigabytes("1.5B", rollout=Rollout(engine="vllm"))
+    of_hf = gigabytes("1.5B", rollout=Rollout(engine="hf"))
+    assert of_vllm != of_hf
+    assert gigabytes("1.5B", rollout=Rollout()) == of_vllm
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
-    assert gigabytes("1.5B", rollout=Rollout()) == plans[1]
+    assert gigabytes("1.5B", rollout=Rollout()) == of_hf
 
 
 @pytest.mark.parametrize("name, low, high", [("0.5B", 4, 5), ("1.5B", 4, 5), ("7B", 5, 6)])
@@ -702,32 +716,31 @@ def test_what_the_root_has_gathered():
 def test_with_lora_the_base_has_no_gradients():
     shape = replace(SHAPES["7B"], adapters=40_000_000)
     machine = Machine(lora_rank=16, micro_batch_tokens=4096)
-    found = phases_of(WITHOUT_ENGINE, machine, 2, trained=[shape], frozen=[shape], **ON_A_CARD)
-    assert found["weights"] == pytest.approx((2 * shape.parameters / 2 + 4 * 40e6) / 1e9)
-    assert found["gathered"] == pytest.approx(2 * shape.root / 1e9)
-    assert (found["gradients"], found["Adam"], found["reference"]) == (0.16, 0.32, 0)
+    gb = phases_of(WITHOUT_ENGINE, machine, 2, trained=[shape], frozen=[shape], **ON_A_CARD)
+    assert gb["weights"] == pytest.approx((2 * shape.parameters / 2 + 4 * 40e6) / 1e9)
+    assert gb["gathered"] == pytest.approx(2 * shape.root / 1e9)
+    assert (gb["gradients"], gb["Adam"], gb["reference"]) == (0.16, 0.32, 0)
     whole = gigabytes("7B", 2, micro_batch_tokens=4096)
-    assert found["activations"] == whole["activations"], "those of frozen layers are kept, too"
+    assert gb["activations"] == whole["activations"], "those of frozen layers are kept, too"
 
 
 def test_a_critic_has_no_head():
     """Its weights, gradients and moments; the activations are of one model at a time."""
     backbone = SHAPES["7B"].parameters - SHAPES["7B"].head
-    alone, both = gigabytes("7B", 4), gigabytes("7B", 4, critic=True)
+    alone = gigabytes("7B", 4)
+    both = gigabytes("7B", 4, critic=True)
     assert both["weights"] - alone["weights"] == pytest.approx(4 * backbone / 4 / 1e9)
     assert both["update"] - alone["update"] == pytest.approx(12 * backbone / 4 / 1e9)
     evaluated = gigabytes("7B", 4, Rollout(eval_only=True), critic=True)
-    assert (evaluated["weights"], evaluated["Adam"], evaluated["update"]) == (
-        alone["weights"],
-        0,
-        0,
-    )
+    assert evaluated["weights"] == alone["weights"]
+    assert evaluated["Adam"] == 0
+    assert evaluated["update"] == 0
 
 
 def test_a_reward_model_takes_the_engines_place():
     arguments = (Machine(), 1, torch.bfloat16, [SHAPES["0.5B"]], [], True)
-    found = phases_of(Rollout(), *arguments, reward_parameters=7_000_000_000)
-    assert found["scoring"] == pytest.approx(found["weights"] + found["Adam"] + 14 + 0.7)
+    gb = phases_of(Rollout(), *arguments, reward_parameters=7_000_000_000)
+    assert gb["scoring"] == pytest.approx(gb["weights"] + gb["Adam"] + 14 + 0.7)
     assert phases_of(Rollout(), *arguments)["scoring"] == 0
 
 
@@ -742,8 +755,8 @@ def test_the_reward_models_folder_is_counted(folder, tmp_path):
     resident = (14 * PARAMETERS + 2**29) / 1e9
     size = 32_000 * 1024 + 8 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 1024
     text = memory_plan(*arguments, reward_model=str(tmp_path / "reward")).text
-    found = float(re.search(r"; reward model ([\d.]+);", text)[1])
-    assert found == pytest.approx(resident + 2 * size / 1e9, abs=0.051)
+    scoring = float(re.search(r"; reward model ([\d.]+);", text)[1])
+    assert scoring == pytest.approx(resident + 2 * size / 1e9, abs=0.051)
     assert "reward model" not in memory_plan(*arguments, reward_model=str(tmp_path / "none")).text
 
 
@@ -755,53 +768,55 @@ def test_an_episode_that_is_longer_than_a_micro_batch_has_one_of_its_own():
 
 def test_a_frozen_tower_is_not_trained():
     path = str(FOLDERS["tiny-vl"])
-    whole, frozen = (model_shape(path, Machine(freeze_vision=flag)) for flag in (False, True))
+    whole = model_shape(path, Machine(freeze_vision=False))
+    frozen = model_shape(path, Machine(freeze_vision=True))
     files = load_file(Path(path) / "model.safetensors")
     tower = sum(t.numel() for name, t in files.items() if "visual." in name)
-    assert frozen == replace(whole, frozen=tower, tower=None) and whole.frozen == 0
-    assert 0 < tower < whole.parameters and whole.tower.hidden > 0
+    assert frozen == replace(whole, frozen=tower, tower=None)
+    assert whole.frozen == 0
+    assert 0 < tower < whole.parameters
+    assert whole.tower.hidden > 0
     assert model_shape(path, Machine(lora_rank=4)).tower is None
 
 
 def test_a_trained_tower_keeps_activations_of_its_own():
-    seen = replace(SHAPES["7B"], tower=TowerShape(layers=32, hidden=1280, mlp=3420))
-    for machine in (
-        Machine(attention="flex"),
-        Machine(attention="flex", gradient_checkpointing=True),
-    ):
-        text, pictures = (
-            activation_bytes(s, Rollout(), machine, torch.bfloat16) for s in (SHAPES["7B"], seen)
-        )
-        patch = 2 * 1280 if machine.gradient_checkpointing else 31 * 1280 + 8 * 3420
+    blind = SHAPES["7B"]
+    seeing = replace(blind, tower=TowerShape(layers=32, hidden=1280, mlp=3420))
+    for checkpointing, patch in ((False, 31 * 1280 + 8 * 3420), (True, 2 * 1280)):
+        machine = Machine(attention="flex", gradient_checkpointing=checkpointing)
+        text = activation_bytes(blind, Rollout(), machine, torch.bfloat16)
+        pictures = activation_bytes(seeing, Rollout(), machine, torch.bfloat16)
         assert pictures - text == pytest.approx(4 * 32 * patch)
 
 
 def test_shards_and_replicas(folder):
-    found, _ = plan(folder, ranks=4, trained=2, frozen=1)
-    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS / 4, Adam=2 * 8 * PARAMETERS / 4)
-    assert_gigabytes(found, reference=2 * PARAMETERS / 4)
-    found, _ = plan(folder, ranks=4, trained=2, frozen=1, shard_size=2)
-    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS / 2, Adam=2 * 8 * PARAMETERS / 2)
-    found, _ = plan(folder, ranks=4, trained=2, frozen=1, strategy="ddp")
-    assert_gigabytes(found, weights=(2 * 4 + 2) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
-    assert_gigabytes(found, gradients=4 * PARAMETERS)  # of one model at a time
+    gb, _ = plan(folder, ranks=4, trained=2, frozen=1)
+    assert_gigabytes(gb, weights=(2 * 4 + 2) * PARAMETERS / 4, Adam=2 * 8 * PARAMETERS / 4)
+    assert_gigabytes(gb, reference=2 * PARAMETERS / 4)
+    gb, _ = plan(folder, ranks=4, trained=2, frozen=1, shard_size=2)
+    assert_gigabytes(gb, weights=(2 * 4 + 2) * PARAMETERS / 2, Adam=2 * 8 * PARAMETERS / 2)
+    gb, _ = plan(folder, ranks=4, trained=2, frozen=1, strategy="ddp")
+    assert_gigabytes(gb, weights=(2 * 4 + 2) * PARAMETERS, Adam=2 * 8 * PARAMETERS)
+    assert_gigabytes(gb, gradients=4 * PARAMETERS)  # of one model at a time
 
 
 def test_ranks_that_share_an_engine_divide_its_weights_and_have_caches_of_their_own(folder):
-    apart, shared = (plan(folder, ranks=4, share=share)[0] for share in (1, 4))
+    apart, _ = plan(folder, ranks=4, share=1)
+    shared, _ = plan(folder, ranks=4, share=4)
     assert_gigabytes(shared, engine=2 * PARAMETERS / 4)
-    assert shared["KV cache"] == apart["KV cache"] and shared["weights"] == apart["weights"]
+    assert shared["KV cache"] == apart["KV cache"]
+    assert shared["weights"] == apart["weights"]
     for phase in ("rollout", "update"):
         assert apart[phase] - shared[phase] == pytest.approx(1.5 * PARAMETERS / 1e9, abs=0.101)
 
 
 def test_a_reference_on_the_host_takes_no_room(folder):
-    """It visits the device while it computes log-probs, where there are no gradients and
+    """It is on the device while it computes log-probs, when there are no gradients and
     activations."""
-    found, _ = plan(folder, frozen=1)
-    assert_gigabytes(found, weights=(4 + 2) * PARAMETERS)
-    found, _ = plan(folder, frozen=1, offload="reference")
-    assert_gigabytes(found, weights=4 * PARAMETERS)
+    gb, _ = plan(folder, frozen=1)
+    assert_gigabytes(gb, weights=(4 + 2) * PARAMETERS)
+    gb, _ = plan(folder, frozen=1, offload="reference")
+    assert_gigabytes(gb, weights=4 * PARAMETERS)
 
 
 @pytest.mark.parametrize("tokens", [10, 200_000])
@@ -822,17 +837,14 @@ def test_moving_the_moments_changes_nothing_but_their_place():
     before = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
     move_states(optimizer, torch.device("meta"))
     state = optimizer.state[model.weight]
-    assert (
-        state["exp_avg"].is_meta
-        and state["exp_avg_sq"].is_meta
-        and torch.equal(state["step"], before["step"])
-    )
+    assert state["exp_avg"].is_meta
+    assert state["exp_avg_sq"].is_meta
+    assert torch.equal(state["step"], before["step"])
     optimizer.state[model.weight] = before
     move_states(optimizer, torch.device("cpu"))
-    assert optimizer.state[model.weight].keys() == before.keys()
-    assert all(
-        torch.equal(value, before[name]) for name, value in optimizer.state[model.weight].items()
-    )
+    state = optimizer.state[model.weight]
+    assert state.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in state.items())
 
 
 def test_what_may_not_fit_on_a_cpu_is_named(folder):
@@ -852,17 +864,15 @@ def test_what_may_not_fit_on_a_cpu_is_named(folder):
 
 
 def test_a_cache_that_cannot_fit_is_refused_before_the_engine_starts(folder, tmp_path):
-    """On two ranks each has half of the machine. A replay has no engine, and no rollout that could
-    not fit."""
-    with pytest.raises(
-        SystemExit, match=r"^--engine-memory 10000: of [\d.]+ GiB that are free .* leave [\d.]+$"
-    ):
+    """A replay has no engine, and no rollout that could not fit."""
+    message = r"^--engine-memory 10000: of [\d.]+ GiB that are free .* leave [\d.]+$"
+    with pytest.raises(SystemExit, match=message):
         plan(folder, engine_memory=10_000.0)
-    world, folders = World(0, 1, 0, torch.device("cpu")), [[folder], []]
-    told = memory_plan(
-        Rollout(engine_memory=1e4, replay=tmp_path), Machine(), world, torch.bfloat16, *folders
-    ).text
-    assert "rollout" not in told and "warning" not in told
+    rollout = Rollout(engine_memory=1e4, replay=tmp_path)
+    world = World(0, 1, 0, torch.device("cpu"))
+    text = memory_plan(rollout, Machine(), world, torch.bfloat16, [folder], []).text
+    assert "rollout" not in text
+    assert "warning" not in text
 
 
 @pytest.mark.parametrize("phase", ["sync_weights", "wake", "step"])
@@ -874,24 +884,22 @@ def test_out_of_memory_in_an_engine_names_its_phase(engine, phase, monkeypatch):
     broken = SimpleNamespace(
         to=fail, record=fail, wake_up=fail, llm_engine=SimpleNamespace(step=fail)
     )
-    own = engine.__new__(engine)
-    own.sleep_level, own.model, own.llm, own.books, own.dtype, own.device = (
-        1,
-        broken,
-        broken,
-        broken,
-        None,
-        None,
-    )
-    own.requests, own.max_sequences, own._generate_batch = [1], 1, fail
+    instance = engine.__new__(engine)
+    instance.sleep_level = 1
+    instance.model = broken
+    instance.llm = broken
+    instance.books = broken
+    instance.dtype = None
+    instance.device = None
+    instance.requests = [1]
+    instance.max_sequences = 1
+    instance._generate_batch = fail
 
     arguments = {"sync_weights": ((), 1), "wake": ("weights",), "step": ()}[phase]
     expected = "the rollout" if phase == "step" else "the weight sync"
-    with pytest.raises(
-        SystemExit,
-        match=f"out of GPU memory in {expected}: lower --engine-memory, add --offload optimizer ",
-    ):
-        getattr(own, phase)(*arguments)
+    message = f"out of GPU memory in {expected}: lower --engine-memory, add --offload optimizer "
+    with pytest.raises(SystemExit, match=message):
+        getattr(instance, phase)(*arguments)
 
 
 def test_an_engine_that_cannot_sleep_beside_others_names_the_flag():
@@ -900,11 +908,13 @@ def test_an_engine_that_cannot_sleep_beside_others_names_the_flag():
     def fail(**_):
         raise AssertionError("Memory usage increased after sleeping.")
 
-    own = VllmEngine.__new__(VllmEngine)
-    own.sleep_level, own.asleep, own.llm = 1, False, SimpleNamespace(sleep=fail)
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.sleep_level = 1
+    engine.asleep = False
+    engine.llm = SimpleNamespace(sleep=fail)
     with pytest.raises(SystemExit, match=r"Memory usage increased .*: --sleep-level 0$"):
-        own.sleep()
-    assert not own.asleep
+        engine.sleep()
+    assert not engine.asleep
 
 
 @pytest.mark.slow
@@ -912,13 +922,16 @@ def test_loading_takes_a_shard_and_a_layer():
     """Of each kind of model, on 2 and on 4 ranks: the benchmark fails above the bound."""
     table = run_script(ROOT / "tests" / "bench" / "loading.py", fresh=True, timeout=1800).stdout
     shares = [int(share) for share in re.findall(r"(\d+)% \|$", table, re.MULTILINE)]
-    assert len(shares) == 14 and max(shares) <= 100 and min(shares) > 20
+    assert len(shares) == 14
+    assert max(shares) <= 100
+    assert min(shares) > 20
 
 
 @pytest.mark.slow
 def test_the_table_on_paper_is_what_its_benchmark_prints():
     printed = run_script(ROOT / "tests" / "bench" / "paper.py").stdout.strip()
-    assert printed.count("\n") == 19 and printed in (ROOT / "docs" / "scaling.md").read_text()
+    assert printed.count("\n") == 19
+    assert printed in (ROOT / "docs" / "scaling.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""What is refused as a model, before it would train on log-probs of another one; and what an export
-leaves behind."""
+"""Models that are refused before they would train on the log-probs of another model, and the files
+of an export."""
 
 import json
 import os
@@ -32,10 +32,13 @@ SIZES = {
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 128,
     "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
 }
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
 
 
 @pytest.mark.parametrize(
@@ -78,10 +81,10 @@ def test_models_that_packs_masks_or_log_probs_do_not_express_are_refused(
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SIZES | options)))
     for attention, expected in (("sdpa", problem), ("flex", problem), ("flash", with_flash)):
         found = unsupported(model, attention)
-        assert (found is None) == (expected is None) and (expected or "") in (found or ""), (
-            attention,
-            found,
-        )
+        if expected is None:
+            assert found is None, attention
+        else:
+            assert expected in found, attention
 
 
 def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path):
@@ -89,18 +92,14 @@ def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path):
     config = CONFIG_MAPPING["qwen2"](**(SIZES | {"tie_word_embeddings": True}))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    for own, refused in (
-        (weights["model.embed_tokens.weight"].clone(), False),
-        (torch.zeros(1), True),
-    ):
-        weights["lm_head.weight"] = own.expand_as(weights["model.embed_tokens.weight"]).contiguous()
-        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-        with (
-            pytest.raises(SystemExit, match="have a head of their own")
-            if refused
-            else nullcontext()
-        ):
-            load_policy(str(tmp_path), "sdpa")
+    embeddings = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embeddings.clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    load_policy(str(tmp_path), "sdpa")
+    weights["lm_head.weight"] = torch.zeros_like(embeddings)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match="have a head of their own"):
+        load_policy(str(tmp_path), "sdpa")
 
 
 def test_loading_a_refused_model_names_it(tmp_path):
@@ -116,9 +115,8 @@ def test_a_checkpoint_without_one_of_its_tensors_is_refused_by_name(tmp_path):
     weights = load_file(tmp_path / "model" / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        SystemExit, match=r"model: its files have no model\.layers\.1\.mlp\.up_proj\.weight"
-    ):
+    message = r"model: its files have no model\.layers\.1\.mlp\.up_proj\.weight"
+    with pytest.raises(SystemExit, match=message):
         load_policy(str(tmp_path / "model"), "sdpa")
     load_policy(str(tmp_path / "model"), "sdpa", from_scratch=True)
 
@@ -127,7 +125,7 @@ def cut_in_half(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-DAMAGE = {
+DAMAGE = {  # how a folder is damaged, and the message
     "half of the weights": (
         lambda folder: cut_in_half(folder / "model.safetensors"),
         "files cannot be read",
@@ -157,26 +155,27 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_model_is_named_in_a_line(damage, world, tmp_path, monkeypatch):
-    """As a download that was broken off leaves it, or a clone without Git LFS."""
-    make, told = DAMAGE[damage]
+    """As an interrupted download leaves it, or a clone without Git LFS."""
+    damage_folder, message = DAMAGE[damage]
     folder = tmp_path / "model"
     shutil.copytree(FOLDERS["tiny-vl"], folder)
-    make(folder)
+    damage_folder(folder)
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
     args = grpo.Args()
-    args.run.model, args.run.output_dir = str(folder), tmp_path / "run"
-    with pytest.raises(SystemExit, match=f"^--model {folder}: its {told}"):
+    args.run.model = str(folder)
+    args.run.output_dir = tmp_path / "run"
+    with pytest.raises(SystemExit, match=f"^--model {folder}: its {message}"):
         Job("grpo", args.data, args.machine, args.run, demo=False).load_policy()
 
 
-INSTEAD = {
+NO_FILES = {  # what may be in the place of a file
     "a pipe": os.mkfifo,
     "a folder": Path.mkdir,
     "a dangling link": lambda file: file.symlink_to("../../blobs/0123"),
     "a link to itself": lambda file: file.symlink_to(file.name),
     "a device": lambda file: file.symlink_to("/dev/zero"),
 }
-NO_OBJECTS = {
+NO_OBJECTS = {  # texts that are no JSON objects
     "nothing": "",
     "half": '{"a": ',
     "a list": "[]",
@@ -189,31 +188,28 @@ MODEL_FILES = [
     "generation_config.json",
     "model.safetensors",
     "tokenizer.json",
-]
-MODEL_FILES += [
     "tokenizer_config.json",
     "model-00001-of-00002.safetensors",
     "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "additional_chat_templates/tool_use.jinja",
 ]
-MODEL_FILES += ["pytorch_model.bin", "additional_chat_templates/tool_use.jinja"]
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)
 def test_what_is_no_file_of_a_model_is_named_and_not_waited_for(tmp_path, name, monkeypatch):
-    """As a hub's cache has it from which files were removed."""
+    """As in a hub's cache from which files were removed."""
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     file = folder / name
     file.parent.mkdir(exist_ok=True)
-    for put in INSTEAD.values():
+    for make in NO_FILES.values():
         file.unlink(missing_ok=True)
-        put(file)
+        make(file)
         with deadline(20), pytest.raises(SystemExit) as refusal:
             resolve_model(str(folder))
-        said = str(refusal.value)
-        assert (
-            said.startswith(f"--model {folder}: its files cannot be read")
-            and f": {file.name} is a " in said
-        )
+        text = str(refusal.value)
+        assert text.startswith(f"--model {folder}: its files cannot be read")
+        assert f": {file.name} is a " in text
         monkeypatch.setattr("sys.argv", ["ppo.py", "--critic-model", str(folder)])
         with deadline(20):
             describe_run(str(folder))
@@ -228,8 +224,9 @@ def test_what_holds_no_json_object_is_named(tmp_path, name):
         (folder / name).write_text(text)
         with pytest.raises(SystemExit) as refusal:
             resolve_model(str(folder))
-        said = str(refusal.value)
-        assert f"{name} is no JSON" in said and "\n" not in said
+        text = str(refusal.value)
+        assert f"{name} is no JSON" in text
+        assert "\n" not in text
 
 
 @pytest.mark.parametrize("ends", ['"<|end|>"', "[3, null]", "1.5", "[[3]]", "true", "{}"])
@@ -239,9 +236,8 @@ def test_end_tokens_that_are_none_are_named(tmp_path, ends):
     if ends == "[3, null]":
         resolve_model(str(folder))
         return
-    with pytest.raises(
-        SystemExit, match=r"generation_config\.json has the end token .*, which is no id"
-    ):
+    message = r"generation_config\.json has the end token .*, which is no id"
+    with pytest.raises(SystemExit, match=message):
         resolve_model(str(folder))
 
 
@@ -267,7 +263,7 @@ def rewrite_index(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
 
 
-FILES = {  # what is done to a model in two shards, and what is told of it
+FILES = {  # what is done to a model in two shards, and the message about it
     "nothing": (lambda folder: None, None),
     "a shard is missing": (
         lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
@@ -317,15 +313,15 @@ FILES = {  # what is done to a model in two shards, and what is told of it
 def test_the_files_of_weights_are_looked_at_before_any_is_read(case, tmp_path):
     """By --critic-model, too; transformers and vLLM would fail late, or read one set of weights
     each."""
-    change, told = FILES[case]
+    change, message = FILES[case]
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     cut_into_shards(folder)
     change(folder)
     for flag, make in (("--model", Policy), ("--critic-model", Critic)):
-        if told is None:
+        if message is None:
             load_policy(str(folder), "sdpa", make=make)
         elif make is Policy or case != "a shard lacks what the index lists":
-            with pytest.raises(SystemExit, match=f"^{flag} {folder}{told}"):
+            with pytest.raises(SystemExit, match=f"^{flag} {folder}{message}"):
                 load_policy(str(folder), "sdpa", make=make)
 
 
@@ -336,7 +332,7 @@ def test_an_index_of_a_single_file_is_no_second_model(tmp_path):
 
 
 WRAPPED = "a wrapper was saved"
-NAMES = {  # how weights are named, and what is told of it
+NAMES = {  # how weights are named, and the message about it
     "compiled": (
         lambda name: f"_orig_mod.{name}",
         rf"no lm_head\.weight, but _orig_mod\.lm_head\.weight: {WRAPPED}",
@@ -370,7 +366,7 @@ NAMES = {  # how weights are named, and what is told of it
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_that_are_not_the_models_are_refused(kind, ending, tmp_path):
     """transformers would go on from random weights."""
-    rename, told = NAMES[kind]
+    rename, message = NAMES[kind]
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     weights = {
         rename(name): tensor for name, tensor in load_file(folder / "model.safetensors").items()
@@ -380,13 +376,12 @@ def test_names_that_are_not_the_models_are_refused(kind, ending, tmp_path):
         torch.save(weights, folder / "pytorch_model.bin")
     else:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit, match=f"^--model {folder}: its files have {told}"):
+    with pytest.raises(SystemExit, match=f"^--model {folder}: its files have {message}"):
         load_policy(str(folder), "sdpa")
     if kind != "of another layer":
-        backbone = told.replace(r"lm_head\.weight", r"model\.embed_tokens\.weight")
-        with pytest.raises(
-            SystemExit, match=f"^--critic-model {folder}: its files have {backbone}"
-        ):
+        backbone = message.replace(r"lm_head\.weight", r"model\.embed_tokens\.weight")
+        message = f"^--critic-model {folder}: its files have {backbone}"
+        with pytest.raises(SystemExit, match=message):
             load_policy(str(folder), "sdpa", make=Critic)
 
 
@@ -399,23 +394,19 @@ def test_weights_that_a_config_has_no_place_for_are_refused(tmp_path):
         ("v_head.summary.weight", False),
     ):
         save_file(weights | {name: torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(
-            SystemExit,
-            match=f"^--model {folder}: its files have {name}, for which Qwen2ForCausalLM",
-        ):
+        message = f"^--model {folder}: its files have {name}, for which Qwen2ForCausalLM"
+        with pytest.raises(SystemExit, match=message):
             load_policy(str(folder), "sdpa")
-        told = f"^--critic-model {folder}: its files have {name}, for which"
-        with pytest.raises(SystemExit, match=told) if also_for_critics else nullcontext():
+        message = f"^--critic-model {folder}: its files have {name}, for which"
+        with pytest.raises(SystemExit, match=message) if also_for_critics else nullcontext():
             load_policy(str(folder), "sdpa", make=Critic)
     save_file(
         weights | {"model.norm.weight": torch.zeros(2)},
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.raises(
-        SystemExit,
-        match=r"its files have model\.norm\.weight with shape \[2\], and its config\.json wants",
-    ):
+    message = r"its files have model\.norm\.weight with shape \[2\], and its config\.json wants"
+    with pytest.raises(SystemExit, match=message):
         load_policy(str(folder), "sdpa")
     # older files hold what a model computes by itself
     computed = {
@@ -432,20 +423,16 @@ def test_an_adapter_is_refused_beside_a_model_and_alone(flag, tmp_path):
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     adapter = folder / "adapter_config.json"
     adapter.write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
-    with pytest.raises(
-        SystemExit,
-        match=f"^{flag} {folder}: an adapter lies beside the model .adapter_config.json.: ",
-    ):
+    message = f"^{flag} {folder}: an adapter lies beside the model .adapter_config.json.: "
+    with pytest.raises(SystemExit, match=message):
         resolve_model(str(folder), flag)
     (folder / "config.json").unlink()
-    with pytest.raises(
-        SystemExit, match=f"^{flag} {folder}: an adapter of org/base: merge the two"
-    ):
+    message = f"^{flag} {folder}: an adapter of org/base: merge the two"
+    with pytest.raises(SystemExit, match=message):
         resolve_model(str(folder), flag)
     adapter.write_text('{"base_model_name_or_path": null}')
-    with pytest.raises(
-        SystemExit, match=f"^{flag} {folder}: an adapter of a model that it does not name: "
-    ):
+    message = f"^{flag} {folder}: an adapter of a model that it does not name: "
+    with pytest.raises(SystemExit, match=message):
         resolve_model(str(folder), flag)
     for text in NO_OBJECTS.values():
         adapter.write_text(text)
@@ -457,9 +444,8 @@ def test_what_vllm_alone_would_read_is_refused(tmp_path):
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     refuse_other_files(str(folder))
     save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
-    with pytest.raises(
-        SystemExit, match=r"vLLM would read adapter_model\.safetensors, too, .*: move it elsewhere"
-    ):
+    message = r"vLLM would read adapter_model\.safetensors, too, .*: move it elsewhere"
+    with pytest.raises(SystemExit, match=message):
         refuse_other_files(str(folder))
     weights = folder / "model.safetensors"
     torch.save(load_file(weights), folder / "pytorch_model.bin")
@@ -483,7 +469,7 @@ class Settings(BaseModel):
 
 
 @pytest.mark.parametrize(
-    "start, told",
+    "start, message",
     [
         (lambda: int("x"), "--model /memory/max_model_len: vLLM does not take it: invalid literal"),
         (
@@ -502,10 +488,10 @@ class Settings(BaseModel):
     ],
     ids=["a value", "a setting", "a name", "a file", "a length"],
 )
-def test_only_what_names_a_length_or_memory_is_put_down_to_their_flags(start, told):
+def test_only_what_names_a_length_or_memory_is_put_down_to_their_flags(start, message):
     """pydantic shows all settings in each of its errors, and a folder may be called anything."""
     with (
-        pytest.raises(SystemExit, match=f"^{told}") as refusal,
+        pytest.raises(SystemExit, match=f"^{message}") as refusal,
         start_errors("/memory/max_model_len"),
     ):
         start()
@@ -516,12 +502,11 @@ def test_only_what_names_a_length_or_memory_is_put_down_to_their_flags(start, to
     "end", ["{% for message in messages %}{{ message", "{% if messages %}x", "{{ 1 +"]
 )
 def test_a_cut_chat_template_is_named_where_it_is_read(tmp_path, end):
-    """Else each row would be told to be unusable."""
+    """Otherwise each row would be reported as unusable."""
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     (folder / "chat_template.jinja").write_text(end)
-    with pytest.raises(
-        SystemExit, match=rf"{folder}: its chat template is damaged \(line 1: .*\): fetch"
-    ):
+    message = rf"{folder}: its chat template is damaged \(line 1: .*\): fetch"
+    with pytest.raises(SystemExit, match=message):
         load_tokenizer(str(folder))
     (folder / "chat_template.jinja").write_text(
         "{{ raise_exception('it wants a system message') }}"
@@ -534,7 +519,8 @@ def test_damaged_weights_are_refused_before_the_engine_reads_them(world, tmp_pat
     cut_in_half(folder / "model.safetensors")
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
     args = grpo.Args()
-    args.run.model, args.run.output_dir = str(folder), tmp_path / "run"
+    args.run.model = str(folder)
+    args.run.output_dir = tmp_path / "run"
     with pytest.raises(SystemExit, match=f"^--model {folder}: its files cannot be read"):
         Job("grpo", args.data, args.machine, args.run, demo=False)
 
@@ -557,9 +543,8 @@ def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):
 
 def test_a_critic_has_positions_for_what_is_sampled():
     """Of the policy its engine says so."""
-    with pytest.raises(
-        SystemExit, match=r"2049 tokens together, and --critic-model .* has 2048 positions"
-    ):
+    message = r"2049 tokens together, and --critic-model .* has 2048 positions"
+    with pytest.raises(SystemExit, match=message):
         load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2049)
     load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2048)
 
@@ -574,7 +559,8 @@ def test_there_is_no_dropout(tmp_path):
     (batch,) = pack([episode], [0], TokenIndex([episode]), budget=100)
     policy = load_policy(str(tmp_path), "sdpa")
     with torch.no_grad():
-        assert policy.training and torch.equal(policy(batch)[0], policy(batch)[0])
+        assert policy.training
+        assert torch.equal(policy(batch)[0], policy(batch)[0])
 
 
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path):
@@ -594,7 +580,8 @@ def test_an_export_with_several_chat_templates_is_readable_and_can_be_repeated(t
         export_hugging_face(policy, tokenizer, tmp_path / "model", world, torch.bfloat16)
         assert set(load_tokenizer(str(tmp_path / "model")).chat_template) == {"default", "tool_use"}
         modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
-        assert modes["model.safetensors"] == 0o644 and modes["additional_chat_templates"] & 0o100
+        assert modes["model.safetensors"] == 0o644
+        assert modes["additional_chat_templates"] & 0o100
 
 
 def test_another_version_of_transformers_is_named(capsys):

@@ -1,5 +1,5 @@
-"""GuardedAdamW: a run's own learning rate and decay, skipped steps that are counted, what is
-frozen. The step itself is tested in test_grpo_math.py, its overflow on several ranks in
+"""GuardedAdamW: a run's own learning rate and decay, the count of skipped steps, frozen parameters.
+The step itself is tested in test_grpo_math.py, its overflow on several ranks in
 test_grpo_runs.py."""
 
 import copy
@@ -17,9 +17,8 @@ from common.shards import find_checkpoint
 
 def make(dtype=torch.float32, **options) -> GuardedAdamW:
     torch.manual_seed(0)
-    return GuardedAdamW(
-        nn.Linear(4, 3), dtype, **({"weight_decay": 0.0, "max_grad_norm": 0.0} | options)
-    )
+    options = {"weight_decay": 0.0, "max_grad_norm": 0.0} | options
+    return GuardedAdamW(nn.Linear(4, 3), dtype, **options)
 
 
 def checkpoints(folder, world, adamw: GuardedAdamW) -> Checkpoints:
@@ -70,26 +69,31 @@ def test_each_step_has_the_learning_rate_that_it_is_given():
         start = weights(adamw.model)
         give_gradient(adamw.model, 3)
         adamw.step(lr)
-        assert (weights(adamw.model) - start).abs().tolist() == pytest.approx(
-            [lr] * len(start), rel=1e-3
-        )
+        moves = (weights(adamw.model) - start).abs().tolist()
+        assert moves == pytest.approx([lr] * len(start), rel=1e-3)
 
 
 def test_skipped_steps_are_counted_and_their_scale_halved():
-    adamw, means = make(torch.float16), Means()
+    adamw = make(torch.float16)
+    means = Means()
     assert adamw.scale == 2.0**14
     start = weights(adamw.model)
     for step, poison in enumerate([math.inf, math.nan, 0.0]):
         give_gradient(adamw.model, step, factor=adamw.scale)
         adamw.model.weight.grad[0, 0] += poison
-        own = adamw.step(0.1)
-        assert own.reduce()["optim/skipped_steps"] == (1.0 if poison else 0.0)
-        assert torch.equal(weights(adamw.model), start) == bool(poison), (
-            "nothing moves in a skipped step"
-        )
-        means.merge(own)
-    assert adamw.scale == 2.0**12 and means.reduce()["optim/skipped_steps"] == 2.0
-    assert not math.isfinite(means.reduce()["optim/grad_norm"]), "it is told, too"
+        step_means = adamw.step(0.1)
+        num_skipped = step_means.reduce()["optim/skipped_steps"]
+        is_unmoved = torch.equal(weights(adamw.model), start)
+        if poison:
+            assert num_skipped == 1.0
+            assert is_unmoved
+        else:
+            assert num_skipped == 0.0
+            assert not is_unmoved
+        means.merge(step_means)
+    assert adamw.scale == 2.0**12
+    assert means.reduce()["optim/skipped_steps"] == 2.0
+    assert not math.isfinite(means.reduce()["optim/grad_norm"]), "it is reported, too"
 
 
 def test_the_norm_is_unscaled_and_has_the_name_of_its_model():
@@ -101,7 +105,7 @@ def test_the_norm_is_unscaled_and_has_the_name_of_its_model():
     assert metrics == {"value/grad_norm": pytest.approx(norm, rel=1e-5), "optim/skipped_steps": 0.0}
 
 
-def test_what_is_frozen_has_no_moments_and_the_betas_are_those_that_are_asked_for():
+def test_frozen_parameters_have_no_moments_and_the_betas_are_those_of_the_caller():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
@@ -112,11 +116,12 @@ def test_what_is_frozen_has_no_moments_and_the_betas_are_those_that_are_asked_fo
     model(torch.ones(2, 4)).sum().backward()
     adamw.step(0.1)
     (group,) = adamw.optimizer.param_groups
-    assert group["params"] == list(model[1].parameters()) and group["betas"] == (0.9, 0.95)
-    assert set(adamw.optimizer.state) == set(model[1].parameters()) and torch.equal(
-        weights(model[0]), start
-    )
-    assert all(p.grad is None for p in model.parameters()) and adamw.scale == 1.0
+    assert group["params"] == list(model[1].parameters())
+    assert group["betas"] == (0.9, 0.95)
+    assert set(adamw.optimizer.state) == set(model[1].parameters())
+    assert torch.equal(weights(model[0]), start)
+    assert all(p.grad is None for p in model.parameters())
+    assert adamw.scale == 1.0
 
 
 @pytest.mark.parametrize("dtype, first", [(torch.float32, 0), (torch.float16, 14)])
@@ -133,10 +138,8 @@ def test_gradients_that_stay_infinite_end_the_run(dtype, first):
         give_gradient(adamw.model, 0, factor=math.nan)
         adamw.step(0.1)
     give_gradient(adamw.model, 0, factor=math.nan)
-    with pytest.raises(
-        SystemExit,
-        match=r"5 optimizer steps in a row had gradients that are not finite.*--learning-rate",
-    ):
+    message = r"5 optimizer steps in a row had gradients that are not finite.*--learning-rate"
+    with pytest.raises(SystemExit, match=message):
         adamw.step(0.1)
 
 
@@ -146,17 +149,22 @@ def test_moments_that_a_resume_has_left_on_the_host_come_for_the_step(offload):
     adamw = make(offload=offload)
     give_gradient(adamw.model, 1)
     make_moments(adamw.optimizer)
-    seen, step = [], adamw.optimizer.step
+    events = []
+    adam_step = adamw.optimizer.step
 
-    def moved(optimizer, device):
-        seen.append(device.type)
+    def record_move(optimizer, device):
+        events.append(device.type)
         move_states(optimizer, device)
 
+    def record_step():
+        events.append("step")
+        adam_step()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.optimizer.move_states", moved)
-        patch.setattr(adamw.optimizer, "step", lambda: (seen.append("step"), step()))
+        patch.setattr("common.optimizer.move_states", record_move)
+        patch.setattr(adamw.optimizer, "step", record_step)
         adamw.step(0.1)
-    assert seen == ["cpu", "step", *(["cpu"] * offload)]
+    assert events == (["cpu", "step", "cpu"] if offload else ["cpu", "step"])
 
 
 def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
@@ -168,17 +176,14 @@ def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
     adamw = make()
     give_gradient(adamw.model, 1)
     monkeypatch.setattr(adamw.optimizer, "step", fail)
-    with pytest.raises(
-        SystemExit, match=r"out of GPU memory in the optimizer's step: .*--offload optimizer"
-    ):
+    message = r"out of GPU memory in the optimizer's step: .*--offload optimizer"
+    with pytest.raises(SystemExit, match=message):
         adamw.step(0.1)
     monkeypatch.setattr("common.memory.halving.free_memory", lambda: 2**20)
     monkeypatch.setattr(adamw.optimizer, "step", lambda: torch.empty(2**32, dtype=torch.uint8))
     give_gradient(adamw.model, 1)
-    with pytest.raises(
-        SystemExit,
-        match="out of memory in the optimizer's step: lower --engine-memory, or give it m",
-    ):
+    message = "out of memory in the optimizer's step: lower --engine-memory, or give it m"
+    with pytest.raises(SystemExit, match=message):
         adamw.step(0.1)
 
 

@@ -30,6 +30,12 @@ from ppo import Critic
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
 
+def random_pair(size: int, seed: int) -> torch.Tensor:
+    """Two rows of normal numbers, [2, size] float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, size, dtype=torch.float64, generator=generator)
+
+
 def episode(prompt: int, mask: list[int], score: float = 0.0) -> Episode:
     ids = list(range(3, 3 + len(mask)))
     logprobs = [-0.5 * m for m in mask]
@@ -42,17 +48,19 @@ def episode(prompt: int, mask: list[int], score: float = 0.0) -> Episode:
 def test_the_score_stands_at_the_last_trained_token():
     episodes = [
         episode(0, [1, 1, 0, 0, 1, 1, 0]),  # ends with an observation
-        episode(1, [0, 0]),  # nothing is trained: its score is nobody's
+        episode(1, [0, 0]),  # nothing is trained: its score belongs to no token
         episode(2, [1]),
     ]
     rewards = ppo.token_rewards(torch.tensor([1.0, 7.0, 0.125]), TokenIndex(episodes))
     assert rewards.tolist() == [0.0, 0.0, 0.0, 1.0, 0.125]
 
 
-def test_what_an_environment_gives_stands_at_the_last_token_of_its_turn():
+def test_a_reward_of_an_environment_stands_at_the_last_token_of_its_turn():
     episodes = [episode(0, [1, 1, 0, 1, 1]), episode(1, [0, 0]), episode(2, [1, 1])]
-    for each, turns in zip(episodes, ([(2, 0.5), (4, 0.25)], [(0, 9.0)], [(1, -1.0)])):
-        each.turn_rewards = turns  # after so many sampled tokens
+    # (sampled tokens before it, reward)
+    episodes[0].turn_rewards = [(2, 0.5), (4, 0.25)]
+    episodes[1].turn_rewards = [(0, 9.0)]
+    episodes[2].turn_rewards = [(1, -1.0)]
     rewards = ppo.token_rewards(torch.tensor([1.0, 7.0, 3.0]), TokenIndex(episodes), episodes)
     assert rewards.tolist() == [0.0, 0.5, 0.0, 1.25, -1.0, 3.0]
 
@@ -72,12 +80,11 @@ def gae_by_definition(
         estimates = []
         for k in range(1, T - t + 1):
             bootstrap = gamma**k * values[t + k] if t + k < T else 0.0
-            estimates.append(
-                -values[t] + sum(gamma**i * rewards[t + i] for i in range(k)) + bootstrap
-            )
-        weights = [(1 - lam) * lam**k for k in range(len(estimates) - 1)] + [
-            lam ** (len(estimates) - 1)
-        ]
+            discounted = sum(gamma**i * rewards[t + i] for i in range(k))
+            estimates.append(-values[t] + discounted + bootstrap)
+        last = len(estimates) - 1
+        weights = [(1 - lam) * lam**k for k in range(last)]
+        weights.append(lam**last)
         result.append(sum(w * e for w, e in zip(weights, estimates)))
     return result
 
@@ -88,57 +95,46 @@ def gae_by_definition(
 def test_gae_is_its_definition_over_the_trained_tokens(gamma, lam):
     episodes = random_episodes(0, prompts=5)
     index = TokenIndex(episodes)
-    rewards, values = torch.randn(
-        2, len(index), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    rewards, values = random_pair(len(index), seed=0)
     expected = []
     for i in range(len(episodes)):
         part = slice(index.offsets[i], index.offsets[i + 1])
         expected += gae_by_definition(rewards[part].tolist(), values[part].tolist(), gamma, lam)
-    got = ppo.gae(rewards, values, index, gamma, lam)
-    assert (got - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12
-    each = torch.full((len(episodes),), lam, dtype=torch.float64)
-    assert torch.equal(ppo.gae(rewards, values, index, gamma, each), got), (
-        "a lambda for each episode"
-    )
+    advantages = ppo.gae(rewards, values, index, gamma, lam)
+    assert (advantages - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12
+    lam_of_episode = torch.full((len(episodes),), lam, dtype=torch.float64)
+    assert torch.equal(ppo.gae(rewards, values, index, gamma, lam_of_episode), advantages)
 
 
 def test_each_episode_has_its_own_lambda():
     episodes = [episode(i, [1] * 4) for i in range(2)]
     index = TokenIndex(episodes)
-    rewards, values = torch.randn(
-        2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
+    rewards, values = random_pair(8, seed=1)
     both = ppo.gae(rewards, values, index, 0.9, torch.tensor([0.2, 0.8]))
-    for i, lam in enumerate((0.2, 0.8)):
-        alone = gae_by_definition(
-            rewards[4 * i : 4 * i + 4].tolist(), values[4 * i : 4 * i + 4].tolist(), 0.9, lam
-        )
-        # 0.2 and 0.8 are float32 here
-        assert both[4 * i : 4 * i + 4].tolist() == pytest.approx(alone, abs=1e-7)
+    for tokens, lam in ((slice(0, 4), 0.2), (slice(4, 8), 0.8)):
+        alone = gae_by_definition(rewards[tokens].tolist(), values[tokens].tolist(), 0.9, lam)
+        # in `both` 0.2 and 0.8 are float32
+        assert both[tokens].tolist() == pytest.approx(alone, abs=1e-7)
 
 
 def test_observations_are_passed_over():
     """The same tokens with and without observations between them have the same advantages."""
-    with_tools, without = [episode(0, [1, 0, 0, 1, 1, 0, 1])], [episode(0, [1, 1, 1, 1])]
-    rewards, values = torch.randn(
-        2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
-    )
-    results = [ppo.gae(rewards, values, TokenIndex(e), 0.9, 0.8) for e in (with_tools, without)]
-    assert torch.equal(*results)
+    with_tools = [episode(0, [1, 0, 0, 1, 1, 0, 1])]
+    without = [episode(0, [1, 1, 1, 1])]
+    rewards, values = random_pair(4, seed=2)
+    advantages = ppo.gae(rewards, values, TokenIndex(with_tools), 0.9, 0.8)
+    assert torch.equal(advantages, ppo.gae(rewards, values, TokenIndex(without), 0.9, 0.8))
 
 
 def test_with_gamma_and_lambda_1_the_return_is_what_is_still_to_come():
     episodes = random_episodes(3)
     index = TokenIndex(episodes)
-    rewards, values = torch.randn(
-        2, len(index), dtype=torch.float64, generator=torch.Generator().manual_seed(3)
-    )
+    rewards, values = random_pair(len(index), seed=3)
     returns = values + ppo.gae(rewards, values, index, 1.0, 1.0)
     for i in range(len(episodes)):
-        part = rewards[index.offsets[i] : index.offsets[i + 1]]
-        to_come = part.flip(0).cumsum(0).flip(0)
-        assert torch.allclose(returns[index.offsets[i] : index.offsets[i + 1]], to_come, atol=1e-12)
+        part = slice(index.offsets[i], index.offsets[i + 1])
+        to_come = rewards[part].flip(0).cumsum(0).flip(0)
+        assert torch.allclose(returns[part], to_come, atol=1e-12)
 
 
 def test_gae_of_no_tokens():
@@ -151,11 +147,11 @@ def test_gae_of_no_tokens():
 
 
 def test_whitened_has_mean_0_and_unbiased_variance_1():
-    values = (
-        torch.randn(57, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) * 3 + 5
-    )
+    generator = torch.Generator().manual_seed(4)
+    values = torch.randn(57, dtype=torch.float64, generator=generator) * 3 + 5
     white = ppo.whitened(values)
-    assert white.mean().abs() < 1e-12 and white.var() == pytest.approx(1.0, abs=1e-8)
+    assert white.mean().abs() < 1e-12
+    assert white.var() == pytest.approx(1.0, abs=1e-8)
     assert torch.allclose(white, (values - values.mean()) / values.std(), atol=1e-7)
 
 
@@ -171,24 +167,22 @@ def test_returns_are_plain_and_advantages_have_a_lambda():
     """The critic's targets are the discounted sums of what comes, whatever the values say."""
     episodes = [episode(i, [1] * length) for i, length in enumerate((1, 3, 8))]
     index = TokenIndex(episodes)
-    rewards, values = torch.randn(
-        2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
-    )
-    expected = []
-    for of_episode, of_values in zip(
-        rewards.split([1, 3, 8]), values.split([1, 3, 8]), strict=True
-    ):
-        expected += gae_by_definition(of_episode.tolist(), of_values.tolist(), 0.9, 0.7)
-    returns, advantages = ppo.estimate(
-        rewards, values, index, make_args(ppo, gamma=0.9, gae_lambda=0.7)
-    )
-    plain = [
-        sum(r * 0.9**k for k, r in enumerate(of[i:].tolist()))
-        for of in rewards.split([1, 3, 8])
-        for i in range(len(of))
-    ]
-    assert torch.allclose(returns, torch.tensor(plain, dtype=torch.float64), rtol=0, atol=1e-12)
-    white = ppo.whitened(torch.tensor(expected, dtype=torch.float64))
+    rewards, values = random_pair(12, seed=5)
+    args = make_args(ppo, gamma=0.9, gae_lambda=0.7)
+    returns, advantages = ppo.estimate(rewards, values, index, args)
+    expected_returns = []
+    expected_advantages = []
+    for i in range(len(episodes)):
+        part = slice(index.offsets[i], index.offsets[i + 1])
+        rewards_of_episode = rewards[part].tolist()
+        values_of_episode = values[part].tolist()
+        expected_advantages += gae_by_definition(rewards_of_episode, values_of_episode, 0.9, 0.7)
+        for t in range(len(rewards_of_episode)):
+            to_come = rewards_of_episode[t:]
+            expected_returns.append(sum(r * 0.9**k for k, r in enumerate(to_come)))
+    expected_returns = torch.tensor(expected_returns, dtype=torch.float64)
+    assert torch.allclose(returns, expected_returns, rtol=0, atol=1e-12)
+    white = ppo.whitened(torch.tensor(expected_advantages, dtype=torch.float64))
     assert torch.allclose(advantages, white, rtol=0, atol=1e-12)
 
 
@@ -208,15 +202,18 @@ def test_returns_are_plain_and_advantages_have_a_lambda():
     ],
 )
 def test_value_loss_by_hand(value, old, target, loss, clipped, slope):
-    v = torch.tensor([value], dtype=torch.float64, requires_grad=True)
-    old, target = (torch.tensor([x], dtype=torch.float64) for x in (old, target))
-    got, is_clipped = ppo.value_loss(v, old, target, 0.2)
-    assert got.item() == pytest.approx(loss, abs=1e-12) and is_clipped.item() == clipped
-    assert torch.autograd.grad(got.sum(), v)[0].item() == pytest.approx(slope, abs=1e-12)
+    value = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([old], dtype=torch.float64)
+    target = torch.tensor([target], dtype=torch.float64)
+    value_loss, is_clipped = ppo.value_loss(value, old, target, 0.2)
+    (gradient,) = torch.autograd.grad(value_loss.sum(), value)
+    assert value_loss.item() == pytest.approx(loss, abs=1e-12)
+    assert is_clipped.item() == clipped
+    assert gradient.item() == pytest.approx(slope, abs=1e-12)
 
 
 def test_a_value_inside_the_range_is_not_clipped():
-    """old + (v - old) is not v in float32: it seemed to be clipped where that rounds."""
+    """old + (v - old) is not v in float32: where that rounds, v counted as clipped."""
     generator = torch.Generator().manual_seed(0)
     values, old, target = torch.randn(3, 4096, generator=generator).clamp(-2.4, 2.4) / 10
     assert not ppo.value_loss(values, old, target, 0.5)[1].any()
@@ -224,11 +221,11 @@ def test_a_value_inside_the_range_is_not_clipped():
 
 
 def test_value_loss_without_clip_is_half_the_square():
-    v, old, target = torch.randn(
-        3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
-    )
+    generator = torch.Generator().manual_seed(5)
+    v, old, target = torch.randn(3, 9, dtype=torch.float64, generator=generator)
     loss, clipped = ppo.value_loss(v, old, target, 0.0)
-    assert torch.equal(loss, 0.5 * (v - target).square()) and not clipped.any()
+    assert torch.equal(loss, 0.5 * (v - target).square())
+    assert not clipped.any()
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -245,9 +242,11 @@ def test_explained_variance_is_that_of_its_definition():
 
 @pytest.mark.parametrize("samples, share", [(1, None), (2, 0.5)])
 def test_groups_of_one_have_no_variance_to_report(samples, share):
-    episodes = [
-        episode(prompt, [1], float(s == prompt == 1)) for prompt in (0, 1) for s in range(samples)
-    ]
+    episodes = []
+    for prompt in (0, 1):
+        for sample in range(samples):
+            score = 1.0 if sample == prompt == 1 else 0.0
+            episodes.append(episode(prompt, [1], score))
     metrics = rollout_metrics(rollout_means(episodes, {}).reduce())
     assert metrics.get("reward/zero_variance_groups") == share
 
@@ -267,14 +266,16 @@ def test_the_critic_is_zero_at_first_and_has_a_head_of_its_own(tiny_config):
     episodes = random_episodes(6)
     (batch,) = pack(episodes, range(len(episodes)), TokenIndex(episodes), budget=10_000)
     values = critic(batch)
-    assert not values.any() and values.dtype == torch.float64
+    assert not values.any()
+    assert values.dtype == torch.float64
     values.sum().backward()
     assert critic.head.grad.any(), "it learns"
 
 
 def test_a_value_is_read_at_the_token_before(tiny_config):
     """The value of a token must not change with the token itself, nor with any later one."""
-    critic, ids = make_critic(tiny_config), [5, 6, 7, 8]
+    critic = make_critic(tiny_config)
+    ids = [5, 6, 7, 8]
 
     def values(response: list[int]) -> list[float]:
         one = [Episode(0, 0, [3, 4], response, [1] * 4, [0.0] * 4, "stop")]
@@ -290,7 +291,8 @@ def test_a_value_is_read_at_the_token_before(tiny_config):
 
 @pytest.fixture(scope="module")
 def case(tiny_config):
-    critic, episodes = make_critic(tiny_config), random_episodes(8)
+    critic = make_critic(tiny_config)
+    episodes = random_episodes(8)
     index = TokenIndex(episodes)
     generator = torch.Generator().manual_seed(7)
     old, returns = torch.randn(2, len(index), dtype=torch.float64, generator=generator)
@@ -310,9 +312,8 @@ def gradient(
     batches = pack(episodes, range(len(episodes))[::order], index, budget=budget, **options)
     minibatch = Minibatch([], float(len(index)), float((index.lengths > 0).sum()), batches)
     means = ppo.critic_backward(critic, minibatch, tokens, args, world, scale=scale)
-    assert (
-        means.counts == {"value/clip_fraction": len(index), "value/loss": 1} and means.totals == {}
-    )
+    assert means.counts == {"value/clip_fraction": len(index), "value/loss": 1}
+    assert means.totals == {}
     sums = [float(means.sums["value/loss"]) / world.size, float(means.sums["value/clip_fraction"])]
     return sums, [p.grad.clone() for p in critic.parameters()]
 
@@ -329,14 +330,11 @@ def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case
         hidden = critic.model(torch.tensor([e.prompt_ids + e.response_ids])).last_hidden_state[0]
         places = [t for t, m in enumerate(e.loss_mask, start=len(e.prompt_ids)) if m]
         part = slice(index.offsets[i], index.offsets[i + 1])
+        old_values = tokens.values[part]
+        returns = tokens.returns[part]
         values = hidden[[t - 1 for t in places]] @ critic.head
-        clipped = tokens.values[part] + (values - tokens.values[part]).clamp(-0.5, 0.5)
-        loss = (
-            0.5
-            * torch.maximum(
-                (values - tokens.returns[part]) ** 2, (clipped - tokens.returns[part]) ** 2
-            ).sum()
-        )
+        clipped = old_values + (values - old_values).clamp(-0.5, 0.5)
+        loss = 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).sum()
         size = {
             "dapo": len(index),
             "grpo": max(len(places), 1) * num_sequences,
@@ -347,8 +345,8 @@ def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case
     reference = [p.grad.clone() for p in critic.parameters()]
     critic.model.set_attn_implementation("shared_prompts")
     for budget, order, share in itertools.product((1, 45, 10_000), (1, -1), (True, False)):
-        sums, got = gradient(case, args, budget, order, share_prompts=share)
-        assert relative_l2(got, reference) < 1e-10, (budget, order, share)
+        sums, gradients = gradient(case, args, budget, order, share_prompts=share)
+        assert relative_l2(gradients, reference) < 1e-10, (budget, order, share)
         assert sums[0] == pytest.approx(total.item(), rel=1e-5)
 
 
@@ -357,11 +355,10 @@ def test_the_critics_denominator_is_that_of_all_ranks(case, reduction):
     critic, episodes, index, tokens = case
     gradients = []
     # more than this rank has
-    for tokens_of_all, sequences_of_all in ((150.0, 17.0), (300.0, 34.0)):
+    for num_tokens, num_sequences in ((150.0, 17.0), (300.0, 34.0)):
         critic.zero_grad()
-        minibatch = Minibatch(
-            [], tokens_of_all, sequences_of_all, pack(episodes, range(12), index, budget=100)
-        )
+        batches = pack(episodes, range(12), index, budget=100)
+        minibatch = Minibatch([], num_tokens, num_sequences, batches)
         ppo.critic_backward(critic, minibatch, tokens, make_args(ppo, reduction=reduction), ALONE)
         gradients.append([p.grad.clone() for p in critic.parameters()])
     assert relative_l2([2 * g for g in gradients[1]], gradients[0]) < 1e-12
@@ -369,37 +366,41 @@ def test_the_critics_denominator_is_that_of_all_ranks(case, reduction):
 
 def test_ranks_and_loss_scale_multiply_the_critics_gradient_alone(case):
     args = make_args(ppo)
+    four_ranks = World(0, 4, 0, torch.device("cpu"))
     sums, once = gradient(case, args, 100)
-    sums_many, many = gradient(
-        case, args, 100, world=World(0, 4, 0, torch.device("cpu")), scale=8.0
-    )
-    assert sums_many == pytest.approx(sums, rel=1e-6)
-    assert relative_l2([g / 32 for g in many], once) < 1e-12
+    sums_of_four, scaled = gradient(case, args, 100, world=four_ranks, scale=8.0)
+    assert sums_of_four == pytest.approx(sums, rel=1e-6)
+    assert relative_l2([g / 32 for g in scaled], once) < 1e-12
 
 
 def test_the_critics_gradient_by_finite_differences(case):
-    critic = case[0]
+    critic, episodes, index, tokens = case
     args = make_args(ppo, value_clip=0.0)
-    _, got = gradient(case, args, 10_000)
+    _, gradients = gradient(case, args, 10_000)
     direction = [torch.randn_like(p) for p in critic.parameters()]
-    slope = sum((g * d).sum() for g, d in zip(got, direction)).item()
-    h, losses = 1e-6, []
-    for sign in (1, -2, 1):  # forward, back past the start, and home
-        with torch.no_grad():
-            for p, d in zip(critic.parameters(), direction):
-                p.add_(sign * h * d)
-        critic_batches = pack(case[1], range(len(case[1])), case[2], budget=10_000)
-        with torch.no_grad():
-            values = torch.cat([critic(batch)[batch.tokens.argsort()] for batch in critic_batches])
-        losses.append((0.5 * (values - case[3].returns).square()).mean().item())
-    assert (losses[0] - losses[1]) / (2 * h) == pytest.approx(slope, rel=1e-6)
+    slope = sum((g * d).sum() for g, d in zip(gradients, direction)).item()
+    (batch,) = pack(episodes, range(len(episodes)), index, budget=10_000)
+
+    @torch.no_grad()
+    def loss_after_move(step: float) -> float:
+        for parameter, d in zip(critic.parameters(), direction):
+            parameter.add_(step * d)
+        values = critic(batch)[batch.tokens.argsort()]
+        return (0.5 * (values - tokens.returns).square()).mean().item()
+
+    h = 1e-6
+    ahead = loss_after_move(h)
+    behind = loss_after_move(-2 * h)
+    loss_after_move(h)  # back to where it was
+    assert (ahead - behind) / (2 * h) == pytest.approx(slope, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     "ranks, strategy",
     [
         (1, "fsdp"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "fsdp"), (2, "ddp"))),
+        pytest.param(2, "fsdp", marks=pytest.mark.slow),
+        pytest.param(2, "ddp", marks=pytest.mark.slow),
     ],
 )
 def test_the_critic_finds_values_that_are_known(ranks, strategy):
@@ -442,25 +443,22 @@ def test_what_cannot_work_or_has_no_effect_is_refused(flags, message, monkeypatc
 
 def test_a_critic_reads_what_the_policy_reads():
     def policy(name: str, vision=None):
-        job = SimpleNamespace(
+        return SimpleNamespace(
             machine=ppo.Args().machine,
             limits=PixelLimits(3136, 12544, 12544),
             vision=vision,
+            tokenizer=ppo.load_tokenizer(str(FOLDERS[name])),
             path=str(FOLDERS[name]),
         )
-        job.tokenizer = ppo.load_tokenizer(str(FOLDERS[name]))
-        return job
 
     assert ppo.open_critic_folder(policy("tiny"), "tiny") == str(FOLDERS["tiny"])
     with pytest.raises(SystemExit, match="--critic-model tiny-vl: another tokenizer"):
         ppo.open_critic_folder(policy("tiny"), "tiny-vl")
-    with pytest.raises(
-        SystemExit, match="--critic-model tiny-vl: of policy and critic one cannot see"
-    ):
+    message = "--critic-model tiny-vl: of policy and critic one cannot see"
+    with pytest.raises(SystemExit, match=message):
         ppo.open_critic_folder(policy("tiny-vl"), "tiny-vl")
-    assert ppo.open_critic_folder(policy("tiny-vl", vision="eyes"), "tiny-vl") == str(
-        FOLDERS["tiny-vl"]
-    )
+    folder = ppo.open_critic_folder(policy("tiny-vl", vision="eyes"), "tiny-vl")
+    assert folder == str(FOLDERS["tiny-vl"])
 
 
 def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):
@@ -471,11 +469,10 @@ def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):
 # --- metrics --------------------------------------------------------------------------------------
 
 
-def test_what_a_reward_function_returns_is_not_taken_for_the_reward_models():
-    for extra in (7.0, "judge"):
-        episode = Episode(
-            0, 0, [1], [2], [1], [0.0], "stop", rewards={"score": 0.0, "reward_model": extra}
-        )
+def test_a_component_of_a_reward_function_is_not_taken_for_the_reward_models():
+    for component in (7.0, "judge"):
+        rewards = {"score": 0.0, "reward_model": component}
+        episode = Episode(0, 0, [1], [2], [1], [0.0], "stop", rewards=rewards)
         assert "reward/model_mean" not in rollout_means([episode], {}).reduce()
         episode.model_reward = 2.5
         assert rollout_means([episode], {}).reduce()["reward/model_mean"] == 2.5

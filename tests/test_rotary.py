@@ -1,5 +1,5 @@
-"""Rotary frequencies that depend on a text's length: in packs each text has its own, in RL the
-engine's decide."""
+"""Rotary frequencies that depend on a text's length: in packs each text has its own, in RL those of
+the engine are used."""
 
 import copy
 
@@ -24,8 +24,11 @@ from common.types import Episode, Row
 WORLD = World(0, 1, 0, torch.device("cpu"))
 
 LIMIT = 32
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
-SIZES |= {
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "pad_token_id": 0,
@@ -42,11 +45,17 @@ DYNAMIC = {
     "max_position_embeddings": LIMIT,
     "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
 }
-BY_LAYER = {"layer_types": ["full_attention"] * 2, "max_position_embeddings": LIMIT, "head_dim": 32}
-BY_LAYER |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-BY_LAYER["rope_parameters"] = {
-    "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+BY_LAYER = {
+    "layer_types": ["full_attention"] * 2,
+    "max_position_embeddings": LIMIT,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
 }
 MODELS = {
     "longrope": ("phi3", LONG | {"rope_scaling": {"type": "longrope", **FACTORS}}),
@@ -65,7 +74,7 @@ MODELS = {
 def write_model(folder, name: str) -> str:
     kind, options = MODELS[name]
     torch.manual_seed(0)
-    # which changes what it is given
+    # a copy: the configuration changes its arguments
     config = CONFIG_MAPPING[kind](**copy.deepcopy(SIZES | options))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -83,9 +92,8 @@ def texts(*lengths: int) -> list[Episode]:
     for i, length in enumerate(lengths):
         prompt, response = torch.randint(128, (length,), generator=generator).split([4, length - 4])
         mask = [1] * len(response)
-        episodes.append(
-            Episode(i, 0, prompt.tolist(), response.tolist(), mask, [0.0] * len(response))
-        )
+        logprobs = [0.0] * len(response)
+        episodes.append(Episode(i, 0, prompt.tolist(), response.tolist(), mask, logprobs))
     return episodes
 
 
@@ -100,8 +108,7 @@ def packed_logprobs(policy, episodes: list[Episode], budget: int = 1000) -> list
 
 @torch.no_grad()
 def logprobs_alone(folder: str, episode: Episode, length: int = 0) -> torch.Tensor:
-    """transformers', in a forward of its own; of at least `length` tokens, of which the further
-    ones play no part."""
+    """Those of transformers in a forward of this text alone, padded to at least `length` tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = episode.prompt_ids + episode.response_ids
     ids = torch.tensor([ids + [0] * (length - len(ids))])
@@ -119,8 +126,9 @@ def test_in_a_pack_each_text_has_the_frequencies_of_its_own_length(name, budget,
     folder = write_model(tmp_path, name)
     episodes = texts(20, 60, 45, 9, LIMIT, LIMIT + 1, 50)
     packed = packed_logprobs(load_policy(folder, "sdpa"), episodes, budget)
-    for own, episode in zip(packed, episodes):
-        assert torch.allclose(own, logprobs_alone(folder, episode), atol=2e-5), len(own) + 4
+    for logprobs, episode in zip(packed, episodes):
+        expected = logprobs_alone(folder, episode)
+        assert torch.allclose(logprobs, expected, atol=2e-5), len(logprobs) + 4
 
 
 @pytest.mark.parametrize(
@@ -135,23 +143,26 @@ def test_what_an_engine_samples_has_its_frequencies_whatever_its_length(
     policy = load_policy(folder, "sdpa", max_model_len=longest)
     episodes = texts(longest, 20, longest - 1, 9)
     for episode in episodes[1:]:
-        episode.prompt_index, episode.prompt_ids = 0, episodes[0].prompt_ids
-    for own, episode in zip(packed_logprobs(policy, episodes), episodes):
-        assert torch.allclose(own, logprobs_alone(folder, episode, as_if), atol=2e-5), len(own) + 4
+        episode.prompt_index = 0
+        episode.prompt_ids = episodes[0].prompt_ids
+    for logprobs, episode in zip(packed_logprobs(policy, episodes), episodes):
+        expected = logprobs_alone(folder, episode, as_if)
+        assert torch.allclose(logprobs, expected, atol=2e-5), len(logprobs) + 4
 
 
 def test_texts_of_several_lengths_do_not_share_a_prompt_in_silence(tmp_path):
     policy = load_policy(write_model(tmp_path, "dynamic"), "sdpa")
     episodes = texts(50, 50, 20)
     for episode in episodes[1:]:
-        episode.prompt_index, episode.prompt_ids = 0, episodes[0].prompt_ids
+        episode.prompt_index = 0
+        episode.prompt_ids = episodes[0].prompt_ids
     packed_logprobs(policy, episodes[:2])  # as a row that a batch has twice
     with pytest.raises(ValueError, match="pack them apart"):
         packed_logprobs(policy, episodes)
 
 
 @pytest.mark.parametrize(
-    "name, engine, told",
+    "name, engine, reason",
     [
         (
             "longrope",
@@ -172,14 +183,13 @@ def test_texts_of_several_lengths_do_not_share_a_prompt_in_silence(tmp_path):
     ],
 )
 def test_an_engine_that_would_change_the_frequencies_on_the_way_is_refused(
-    name, engine, told, tmp_path
+    name, engine, reason, tmp_path
 ):
     config = EngineConfig(
         write_model(tmp_path, name), torch.float32, WORLD, [0], max_model_len=LIMIT + 1
     )
-    with pytest.raises(
-        SystemExit, match=f"^--max-prompt-tokens and --max-response-tokens: .*{told}"
-    ):
+    message = f"^--max-prompt-tokens and --max-response-tokens: .*{reason}"
+    with pytest.raises(SystemExit, match=message):
         engine(config)
 
 
@@ -215,7 +225,7 @@ def test_a_reward_model_reads_each_text_as_if_it_were_alone(tmp_path):
 
 @pytest.mark.slow
 def test_vllm_samples_and_sft_evaluates_by_the_trainers_frequencies(tmp_path):
-    """What vLLM samples is short, and could be long; texts are shorter and longer than the original
+    """Samples of vLLM are short, and could be long; texts are shorter and longer than the original
     length."""
     rope = {
         "type": "longrope",
@@ -237,27 +247,12 @@ def test_vllm_samples_and_sft_evaluates_by_the_trainers_frequencies(tmp_path):
     assert steps_of(tmp_path / "grpo")[1]["policy/rollout_logprob_gap"] < 1e-4
 
     write_supervised_data(tmp_path)
-    rows = [
-        "--train-data",
-        tmp_path / "train.jsonl",
-        "--eval-data",
-        tmp_path / "eval.jsonl",
-        "--eval-rows",
-        32,
-    ]
+    rows = ["--train-data", tmp_path / "train.jsonl", "--eval-data", tmp_path / "eval.jsonl"]
+    rows += ["--eval-rows", 32, "--batch-size", 8]
     losses = []
     for budget in (64, 8192):
         folder = tmp_path / str(budget)
-        run_script(
-            "sft.py",
-            *steps,
-            *rows,
-            "--batch-size",
-            8,
-            "--micro-batch-tokens",
-            budget,
-            "--output-dir",
-            folder,
-        )
+        options = ["--micro-batch-tokens", budget, "--output-dir", folder]
+        run_script("sft.py", *steps, *rows, *options)
         losses.append(steps_of(folder)[0]["eval/loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

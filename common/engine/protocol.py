@@ -35,8 +35,8 @@ class Engine(Protocol):
     """Samples completions with a copy of the policy's weights.
 
     One step of training: wake("weights"), sync_weights, wake("kv_cache"), then `submit` requests
-    and call `step` while the engine is busy, then sleep. Out of memory in any of them is SystemExit
-    with the flags that help.
+    and call `step` while the engine is busy, then sleep. Out of memory in wake, sync_weights or
+    step is SystemExit with the flags that help.
     """
 
     dtype: torch.dtype  # of its weights
@@ -57,7 +57,7 @@ class Engine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether requests are not complete yet."""
+        """Whether a request is not complete yet."""
 
     def step(self) -> list[tuple[int, list[Completion]]]:
         """Work on the requests for a while. Returns (key, completions) of the requests that were

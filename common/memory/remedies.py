@@ -8,7 +8,7 @@ from typing import Any
 
 from common.flags import Machine, Rollout
 
-ROOM = 0.9  # share of what is free that a run fills by itself
+ROOM = 0.9  # share of the free memory that a run fills by itself
 STEP = 128  # tokens: micro-batches are padded to multiples of it
 PHASES = ("rollout", "scoring", "update")
 
@@ -18,14 +18,14 @@ Phases = Callable[[Rollout, Machine, int], dict[str, float]]
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change: flags in words, or GPUs. Its cost is about the share of a step's time that it
-    takes."""
+    """A change of flags, or of the number of GPUs. Its cost is about the share of a step's time
+    that it takes."""
 
-    words: str = ""
+    words: str = ""  # the flags, as one types them
     cost: float = 0.0
-    rollout: dict[str, Any] = field(default_factory=dict)
-    machine: dict[str, Any] = field(default_factory=dict)
-    gpus: int = 1  # times as many
+    rollout: dict[str, Any] = field(default_factory=dict)  # changed fields
+    machine: dict[str, Any] = field(default_factory=dict)  # changed fields
+    gpus: int = 1  # factor of their number
 
 
 def longest(rollout: Rollout) -> int:
@@ -36,9 +36,10 @@ def longest(rollout: Rollout) -> int:
 def largest_micro_batch(
     phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float
 ) -> int:
-    """The most tokens, a multiple of 128, whose update takes at most `room` gigabytes; 0 if 128 do
-    not."""
-    low, high = 0, 2**13  # in steps; a larger update has more tokens
+    """The most tokens, a multiple of 128, whose update takes at most `room` gigabytes; 0 if 128
+    take more."""
+    low = 0  # in steps
+    high = 2**13
     while low < high:
         middle = (low + high + 1) // 2
         larger = replace(machine, micro_batch_tokens=STEP * middle)
@@ -50,14 +51,15 @@ def largest_micro_batch(
 
 
 def fitting_micro_batch(
-    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, most: int
+    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, most_tokens: int
 ) -> int:
-    """The largest power of two, at most `most`, of tokens whose update takes at most `room`
+    """The largest power of two of tokens, at most `most_tokens`, whose update takes at most `room`
     gigabytes.
 
-    An episode is never divided, so it is not less than the longest one, whether that fits or not.
+    An episode is never divided, so the result is at least the longest one, whether that fits or
+    not.
     """
-    fitting = min(most, largest_micro_batch(phases, rollout, machine, ranks, room))
+    fitting = min(most_tokens, largest_micro_batch(phases, rollout, machine, ranks, room))
     tokens = 1
     while 2 * tokens <= fitting:
         tokens *= 2
@@ -69,7 +71,8 @@ def fitting_cache(
 ) -> float:
     """The largest KV cache, in quarters of a GiB, with which a rollout takes at most `room`
     gigabytes; or `least`."""
-    low, high = 0, int(4 * room * 1e9 / 2**30)
+    low = 0  # in quarters of a GiB
+    high = int(4 * room * 1e9 / 2**30)
     while low < high:
         middle = (low + high + 1) // 2
         larger = replace(rollout, engine_memory=middle / 4)
@@ -88,46 +91,60 @@ def remedies(
     has_reference: bool,
     engine_shares: Sequence[int],
 ) -> Iterator[list[Remedy]]:
-    """For each flag that may help the alternatives, the first of which is to leave it as it is.
+    """The alternatives for each flag that may help; the first one leaves the flag as it is.
 
-    engine_shares: what --engine-parallel may be.
+    engine_shares: possible values of --engine-parallel.
     """
-    as_it_is = Remedy()
+    no_change = Remedy()
     if not machine.gradient_checkpointing:
-        yield [
-            as_it_is,
-            Remedy("--gradient-checkpointing", 0.3, machine={"gradient_checkpointing": True}),
-        ]
+        checkpointing = Remedy(
+            "--gradient-checkpointing", cost=0.3, machine={"gradient_checkpointing": True}
+        )
+        yield [no_change, checkpointing]
     if not on_gpu:
         return
     if machine.attention != "sdpa" and not machine.compile:
-        yield [as_it_is, Remedy("--compile", 0.01, machine={"compile": True})]
+        yield [no_change, Remedy("--compile", cost=0.01, machine={"compile": True})]
     if rollout.sleep_level == 0:
-        yield [as_it_is, Remedy("--sleep-level 1", 0.1, rollout={"sleep_level": 1})]
-    offloads = [as_it_is]
+        yield [no_change, Remedy("--sleep-level 1", cost=0.1, rollout={"sleep_level": 1})]
+    offloaded = set(machine.offload.split(",")) - {""}
+    offloads = [no_change]
     for names, cost in (("reference", 0.1), ("optimizer", 0.4), ("optimizer,reference", 0.5)):
         helps = has_reference or "reference" not in names
-        if helps and set(machine.offload.split(",")) - {""} < set(names.split(",")):
+        if helps and offloaded < set(names.split(",")):
             offloads.append(Remedy(f"--offload {names}", cost, machine={"offload": names}))
     yield offloads
     if machine.strategy == "ddp" and ranks > 1:
-        yield [as_it_is, Remedy("--strategy fsdp", 0.1, machine={"strategy": "fsdp"})]
+        yield [no_change, Remedy("--strategy fsdp", cost=0.1, machine={"strategy": "fsdp"})]
     if machine.shard_size and machine.shard_size < ranks:
-        yield [as_it_is, Remedy(f"--shard-size {ranks}", 0.1, machine={"shard_size": ranks})]
+        words = f"--shard-size {ranks}"
+        yield [no_change, Remedy(words, cost=0.1, machine={"shard_size": ranks})]
     if engine_shares:
-        shared = [as_it_is]
+        shared = [no_change]
         for share in engine_shares:
-            shared.append(
-                Remedy(
-                    f"--engine-parallel {share}", 0.1 * share, rollout={"engine_parallel": share}
-                )
-            )
+            words = f"--engine-parallel {share}"
+            shared.append(Remedy(words, cost=0.1 * share, rollout={"engine_parallel": share}))
         yield shared
     if machine.strategy == "fsdp" and not machine.shard_size:
-        more = [as_it_is]
+        more_gpus = [no_change]
         for times in (2, 4, 8, 16):
-            more.append(Remedy(cost=2.0 * times, gpus=times))
-        yield more
+            more_gpus.append(Remedy(cost=2.0 * times, gpus=times))
+        yield more_gpus
+
+
+def total_cost(combination: Sequence[Remedy]) -> float:
+    return sum(remedy.cost for remedy in combination)
+
+
+def apply_remedies(
+    combination: Sequence[Remedy], rollout: Rollout, machine: Machine, ranks: int
+) -> tuple[Rollout, Machine, int]:
+    """(rollout, machine, ranks) with the changes."""
+    for remedy in combination:
+        rollout = replace(rollout, **remedy.rollout)
+        machine = replace(machine, **remedy.machine)
+        ranks *= remedy.gpus
+    return rollout, machine, ranks
 
 
 def cheapest_change(
@@ -142,60 +159,49 @@ def cheapest_change(
     least_cache_gib: float,
 ) -> str:
     """The cheapest remedies with which each phase fits into `room` gigabytes: "with FLAGS on N
-    GPUs"; "" if none does.
+    GPUs"; "" if there are none.
 
     Beside the alternatives --micro-batch-tokens may be lowered from `most_tokens`, and
-    --engine-memory from `most_cache_gib` to `least_cache_gib`. What a run chooses by itself, None
-    so far, is not named.
+    --engine-memory from `most_cache_gib` to `least_cache_gib`. They are named unless the run
+    chooses them by itself, which is when they are None.
     """
     chooses_tokens = machine.micro_batch_tokens is None
     chooses_cache = rollout.engine_memory is None
     machine = replace(machine, micro_batch_tokens=machine.micro_batch_tokens or most_tokens)
-    best_cost, best_words = inf, ""
-    combinations = list(product(*alternatives))
-    combinations.sort(key=lambda chosen: sum(remedy.cost for remedy in chosen))
-    for chosen in combinations:
-        cost = sum(remedy.cost for remedy in chosen)
+    best_cost = inf
+    best_words = ""
+    for combination in sorted(product(*alternatives), key=total_cost):
+        cost = total_cost(combination)
         if cost >= best_cost:
             break
-        changed_rollout, changed_machine, all_ranks = rollout, machine, ranks
-        for remedy in chosen:
-            changed_rollout = replace(changed_rollout, **remedy.rollout)
-            changed_machine = replace(changed_machine, **remedy.machine)
-            all_ranks *= remedy.gpus
-        words = [remedy.words for remedy in chosen if remedy.words]
+        new_rollout, new_machine, new_ranks = apply_remedies(combination, rollout, machine, ranks)
         for cache in caches(
-            phases,
-            changed_rollout,
-            changed_machine,
-            all_ranks,
-            room,
-            most_cache_gib,
-            least_cache_gib,
+            phases, new_rollout, new_machine, new_ranks, room, most_cache_gib, least_cache_gib
         ):
-            with_cache = replace(changed_rollout, engine_memory=cache)
-            gb = phases(with_cache, changed_machine, all_ranks)
+            with_cache = replace(new_rollout, engine_memory=cache)
+            gb = phases(with_cache, new_machine, new_ranks)
             if gb["rollout"] > room or gb["scoring"] > room:
                 continue
             tokens = machine.micro_batch_tokens
             if gb["update"] > room:
-                tokens = largest_micro_batch(phases, with_cache, changed_machine, all_ranks, room)
-            if not tokens:
+                tokens = largest_micro_batch(phases, with_cache, new_machine, new_ranks, room)
+            if tokens == 0:
                 continue
-            # weights are gathered and gradients reduced for each micro-batch; a smaller cache holds
-            # fewer sequences
-            fewer_tokens = 1500 / tokens - 1500 / machine.micro_batch_tokens
-            whole_cost = cost + fewer_tokens + 0.1 * (most_cache_gib / cache - 1)
+            # weights are gathered and gradients reduced for each micro-batch
+            cost_of_tokens = 1500 / tokens - 1500 / machine.micro_batch_tokens
+            # a smaller cache holds fewer sequences
+            cost_of_cache = 0.1 * (most_cache_gib / cache - 1)
+            whole_cost = cost + cost_of_tokens + cost_of_cache
             if whole_cost < best_cost:
                 best_cost = whole_cost
-                flags = list(words)
+                flags = [remedy.words for remedy in combination if remedy.words]
                 if cache < most_cache_gib and not chooses_cache:
                     flags.append(f"--engine-memory {cache:g}")
                 if tokens < machine.micro_batch_tokens and not chooses_tokens:
                     flags.append(f"--micro-batch-tokens {tokens}")
                 best_words = f"with {' '.join(flags)}" if flags else ""
-                if all_ranks > ranks:
-                    best_words = f"{best_words} on {all_ranks} GPUs".lstrip()
+                if new_ranks > ranks:
+                    best_words = f"{best_words} on {new_ranks} GPUs".lstrip()
     return best_words
 
 
@@ -208,12 +214,12 @@ def caches(
     cache: float,
     least: float,
 ) -> list[float]:
-    """Sizes for the KV cache (GiB) to try: as it is, what the rollout leaves, what all phases
-    leave, and the least."""
+    """Sizes of the KV cache (GiB) to try: as it is, then, if smaller, what the rollout leaves, what
+    all phases leave, and the least."""
     gb = phases(replace(rollout, engine_memory=cache), machine, ranks)
-    sizes = [cache]
+    smaller_sizes = []
     for needed in (gb["rollout"], max(gb[phase] for phase in PHASES)):
-        too_much = (needed - room) * 1e9 / 2**30
-        sizes.append((cache - too_much) // 0.25 * 0.25)
-    sizes.append(least)
-    return [cache, *(size for size in sizes if least <= size < cache)]
+        excess_gib = (needed - room) * 1e9 / 2**30
+        smaller_sizes.append((cache - excess_gib) // 0.25 * 0.25)
+    smaller_sizes.append(least)
+    return [cache] + [size for size in smaller_sizes if least <= size < cache]

@@ -1,4 +1,5 @@
-"""What memory depends on of a model: numbers of parameters and widths, by its config.json alone."""
+"""The numbers of a model that memory depends on, parameters and widths, by its config.json
+alone."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,72 +25,77 @@ class TowerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory depends on. Widths are of one token in one layer."""
+    """Numbers of parameters, and widths: numbers of values of one token in one layer."""
 
-    parameters: int
-    frozen: int  # of them, of a tower that is not trained
-    adapters: int  # of LoRA, on top
-    root: int  # parameters outside of layers, which FSDP2 gathers for all of a forward and backward
-    head: int  # of them a head that is not the embeddings: a critic has none
-    block: int  # parameters of the largest layer
+    parameters: int  # of the whole model, without adapters
+    frozen: int  # those of a tower that is not trained
+    adapters: int  # those of LoRA
+    root: int  # those outside of layers, which FSDP2 gathers for a whole forward and backward
+    head: int  # those of a head that is not tied to the embeddings: a critic has none
+    block: int  # those of the largest layer
     layers: int
     hidden: int
     vocabulary: int
     heads: int
     queries: int  # heads x head size
     keys: int  # heads of keys x head size
-    norms: int  # all norms of a layer together, but for those of heads
-    head_norms: int  # those of queries and keys
-    mlp: int  # of experts those that a token visits
-    experts: int  # that a token visits; 0: dense
+    norms: int  # all norms of a layer together, without those of heads
+    head_norms: int  # norms of queries and keys
+    mlp: int  # of a mixture: of the experts that a token visits
+    experts: int  # number of experts that a token visits; 0: dense
     tower: TowerShape | None = None
 
     @property
     def backbone(self) -> "ModelShape":
-        """A critic's: its own head is a vector."""
-        return replace(
-            self, parameters=self.parameters - self.head, root=self.root - self.head, head=0
-        )
+        """The shape of a critic, whose own head is a vector."""
+        parameters = self.parameters - self.head
+        return replace(self, parameters=parameters, root=self.root - self.head, head=0)
 
 
 def model_shape(path: str, machine: Machine) -> ModelShape:
-    """Of the model in a folder; no weights are read."""
+    """The shape of the model in a folder; no weights are read."""
     model = skeleton(path, machine.trust_remote_code)
     text = model.config.get_text_config()
     blocks = repeated_blocks(model)
-    blocks_of_text = repeated_blocks(getattr(model.base_model, "language_model", model))
+    text_blocks = repeated_blocks(getattr(model.base_model, "language_model", model))
     parameters = count_parameters(model)
-    in_blocks = sum(count_parameters(block) for block in blocks)
-    tower = sum(p.numel() for name, p in model.named_parameters() if "visual." in name)
+    block_sizes = [count_parameters(block) for block in blocks]
+    tower_size = sum(p.numel() for name, p in model.named_parameters() if "visual." in name)
+    tower = None
+    if tower_size > 0 and not machine.freeze_vision and not machine.lora_rank:
+        tower = tower_shape(model.config)
+
     head = model.get_output_embeddings()
-    own_head = head is not None and head.weight is not model.get_input_embeddings().weight
+    head_parameters = 0
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        head_parameters = head.weight.numel()
+
     heads = getattr(text, "num_attention_heads", None) or 1
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     queries = heads * head_size
     keys = (getattr(text, "num_key_value_heads", None) or heads) * head_size
+    norm_widths = [width_of_norms(block, text.hidden_size) for block in text_blocks]
     shape = ModelShape(
         parameters=parameters,
-        frozen=tower if machine.freeze_vision else 0,
+        frozen=tower_size if machine.freeze_vision else 0,
         adapters=0,
-        root=parameters - in_blocks,
-        head=head.weight.numel() if own_head else 0,
-        block=max((count_parameters(block) for block in blocks), default=0),
+        root=parameters - sum(block_sizes),
+        head=head_parameters,
+        block=max(block_sizes, default=0),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         heads=heads,
         queries=queries,
         keys=keys,
-        norms=max((width_of_norms(block, text.hidden_size) for block in blocks_of_text), default=0),
-        head_norms=queries + keys if any(map(has_head_norms, blocks_of_text)) else 0,
+        norms=max(norm_widths, default=0),
+        head_norms=queries + keys if any(map(has_head_norms, text_blocks)) else 0,
         mlp=mlp_width(text),
         experts=getattr(text, "num_experts_per_tok", None) or 0,
-        tower=tower_shape(model.config)
-        if tower and not (machine.freeze_vision or machine.lora_rank)
-        else None,
+        tower=tower,
     )
     if machine.lora_rank:
-        add_adapters(model, blocks_of_text, machine)
+        add_adapters(model, text_blocks, machine)
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         shape = replace(shape, adapters=adapters)
     return shape
@@ -100,7 +106,7 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def width_of_norms(block: nn.Module, hidden: int) -> int:
-    """Values of a token that the norms of a layer compute, but for those of single heads."""
+    """Values of a token that the norms of a layer compute, without those of single heads."""
     width = 0
     for name, module in block.named_modules():
         if type(module).__name__.endswith("Norm") and name.rpartition(".")[2] not in HEAD_NORMS:
@@ -114,7 +120,7 @@ def has_head_norms(block: nn.Module) -> bool:
 
 
 def mlp_width(text: Any) -> int:
-    """Intermediate values of a token, of all the experts that it visits."""
+    """Intermediate values of a token in an MLP, or in all the experts that it visits."""
     dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     experts = getattr(text, "num_experts_per_tok", None)
     if not experts:
@@ -129,7 +135,7 @@ def tower_shape(config: Any) -> TowerShape:
     vision = config.vision_config
     # Qwen2-VL's hidden_size is the output's
     hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
-    mlp = getattr(vision, "intermediate_size", None) or int(
-        hidden * getattr(vision, "mlp_ratio", 4)
-    )
+    mlp = getattr(vision, "intermediate_size", None)
+    if not mlp:
+        mlp = int(hidden * getattr(vision, "mlp_ratio", 4))
     return TowerShape(vision.depth, hidden, mlp)

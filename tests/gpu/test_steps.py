@@ -15,21 +15,13 @@ from common.hub import resolve_model
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 GAP = {"bf16": 0.05, "fp16": 0.01}
-SIZES = [
-    "--total-steps",
-    3,
-    "--prompts-per-step",
-    8,
-    "--samples-per-prompt",
-    4,
-    "--engine-memory",
-    2,
-]
-SIZES += ["--eval-rows", 64, "--eval-every", 0]
+SIZES = ["--total-steps", 3, "--prompts-per-step", 8, "--samples-per-prompt", 4]
+SIZES += ["--engine-memory", 2]
+EVAL = ["--eval-rows", 64, "--eval-every", 0]
 
 
 def check_three_steps(folder, dtype: str) -> dict[int, dict]:
-    """Weights move, so a sync that did not arrive, or was lost in sleep, would open the gap."""
+    """Weights move: a sync that did not arrive, or was lost in sleep, would widen the gap."""
     steps = steps_of(folder)
     for step in (1, 2, 3):
         assert steps[step]["policy/rollout_logprob_gap"] < GAP[dtype]
@@ -43,7 +35,7 @@ def check_three_steps(folder, dtype: str) -> dict[int, dict]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_grpo(tmp_path, dtype, sleep_level):
     options = ["--dtype", dtype, "--sleep-level", sleep_level, "--output-dir", tmp_path]
-    print(run_script("grpo.py", *SIZES, *options).stdout)
+    print(run_script("grpo.py", *SIZES, *EVAL, *options).stdout)
     check_three_steps(tmp_path, dtype)
 
 
@@ -57,21 +49,12 @@ def test_grpo(tmp_path, dtype, sleep_level):
     ],
 )
 def test_grpo_of_smollm2(tmp_path, dtype, attention, options):
-    sizes = ["--train-size", 64, "--test-size", 64]
-    run_script(
-        "-m", "common.prepare.countdown", "--out", tmp_path, "--template", "qwen-instruct", *sizes
-    )
-    options = [
-        *options,
-        "--model",
-        resolve_model("smollm2"),
-        "--train-data",
-        tmp_path / "train.parquet",
-        *SIZES[:-4],
-    ]
-    options += ["--max-prompt-tokens", 300, "--max-response-tokens", 256, "--learning-rate", 1e-5]
-    options += ["--dtype", dtype, "--attention", attention, "--output-dir", tmp_path / "run"]
-    print(run_script("grpo.py", *options).stdout)
+    prepare = ["-m", "common.prepare.countdown", "--out", tmp_path, "--template", "qwen-instruct"]
+    run_script(*prepare, "--train-size", 64, "--test-size", 64)
+    data = ["--model", resolve_model("smollm2"), "--train-data", tmp_path / "train.parquet"]
+    lengths = ["--max-prompt-tokens", 300, "--max-response-tokens", 256, "--learning-rate", 1e-5]
+    kind = ["--dtype", dtype, "--attention", attention, "--output-dir", tmp_path / "run"]
+    print(run_script("grpo.py", *options, *data, *SIZES, *lengths, *kind).stdout)
     check_three_steps(tmp_path / "run", dtype)
 
 
@@ -80,17 +63,9 @@ def test_grpo_of_smollm2(tmp_path, dtype, attention, options):
     [("bf16", "flex", 1, ["--compile"]), ("bf16", "sdpa", 2, []), ("fp16", "sdpa", 1, [])],
 )
 def test_curiosity_rl_of_tiny_vl(tmp_path, dtype, attention, sleep_level, options):
-    options = [
-        *SIZES,
-        *options,
-        "--dtype",
-        dtype,
-        "--attention",
-        attention,
-        "--sleep-level",
-        sleep_level,
-    ]
-    print(run_script("curiosity_rl.py", *options, "--output-dir", tmp_path).stdout)
+    kind = ["--dtype", dtype, "--attention", attention, "--sleep-level", sleep_level]
+    options = [*SIZES, *EVAL, *options, *kind, "--output-dir", tmp_path]
+    print(run_script("curiosity_rl.py", *options).stdout)
     steps = check_three_steps(tmp_path, dtype)
     assert all(steps[step]["tool/calls"] > 0 for step in (1, 2, 3))
 

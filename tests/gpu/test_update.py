@@ -25,26 +25,21 @@ from common.packing import TokenIndex, pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-DEMO = [
-    "--prompts-per-step",
-    8,
-    "--samples-per-prompt",
-    4,
-    "--eval-every",
-    0,
-    "--eval-rows",
-    32,
-    "--engine-memory",
-    2,
-]
+DEMO = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--engine-memory", 2]
+DEMO += ["--eval-every", 0, "--eval-rows", 32]
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """Heads of 64, grouped queries: what the kernels of flex attention are made for."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 97}
+    """Heads of 64 and grouped queries, which the kernels of flex attention are made for."""
     config = LlamaConfig(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        vocab_size=97,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.1,
     )
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
@@ -73,7 +68,8 @@ def values_and_gradients(
 def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype, bound):
     torch.backends.cuda.matmul.allow_tf32 = False
     episodes = random_episodes(5, prompts=6, samples=5)
-    flex, sdpa = (load_policy(model_folder, name, dtype=dtype).cuda() for name in ("flex", "sdpa"))
+    flex = load_policy(model_folder, "flex", dtype=dtype).cuda()
+    sdpa = load_policy(model_folder, "sdpa", dtype=dtype).cuda()
     expected = values_and_gradients(sdpa, episodes, budget=1, share_prompts=False)
     cases = {
         "flex, shared prompts": (flex, {"budget": 512, "multiple": 128}),
@@ -94,9 +90,8 @@ def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype
 def test_packs_in_flash_attention_are_single_samples(model_folder):
     """It reads off the position ids where a sequence begins: each response repeats its prompt."""
     episodes = random_episodes(5, prompts=6, samples=5)
-    flash, sdpa = (
-        load_policy(model_folder, name, dtype=torch.bfloat16).cuda() for name in ("flash", "sdpa")
-    )
+    flash = load_policy(model_folder, "flash", dtype=torch.bfloat16).cuda()
+    sdpa = load_policy(model_folder, "sdpa", dtype=torch.bfloat16).cuda()
     expected = values_and_gradients(sdpa, episodes, budget=1, share_prompts=False)
     values, gradients = values_and_gradients(flash, episodes, budget=512, share_prompts=False)
     distances = relative_l2([values], [expected[0]]), relative_l2(gradients, expected[1])
@@ -110,24 +105,14 @@ def test_packs_in_flash_attention_are_single_samples(model_folder):
 def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
     """The allocator itself refuses, in a backward of step 2."""
     skip_where_no_step_is_repeated(strategy)
-    options = [
-        *DEMO,
-        "--dtype",
-        "fp32",
-        "--attention",
-        "sdpa",
-        "--total-steps",
-        3,
-        "--micro-batch-tokens",
-        2048,
-    ]
-    options += ["--strategy", strategy]
+    options = [*DEMO, "--dtype", "fp32", "--attention", "sdpa", "--total-steps", 3]
+    options += ["--micro-batch-tokens", 2048, "--strategy", strategy]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
-    done = run_script(
-        ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short"
-    )
+    worker = ROOT / "tests" / "workers" / "out_of_memory.py"
+    done = run_script(worker, *options, "--output-dir", tmp_path / "short")
     assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
-    plain, short = (steps_of(tmp_path / name)[2] for name in ("plain", "short"))
+    plain = steps_of(tmp_path / "plain")[2]
+    short = steps_of(tmp_path / "short")[2]
     for metric in ("policy/loss", "policy/entropy", "optim/grad_norm"):
         assert short[metric] == pytest.approx(plain[metric], rel=1e-3, abs=1e-5), metric
 
@@ -148,8 +133,5 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path, script):
     kill_once(*command, tmp_path / "killed", ranks=1, after_step=2)
     run_script(*command, tmp_path / "killed", ranks=1)
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
-    weights = [
-        (tmp_path / name / "model" / "model.safetensors").read_bytes()
-        for name in ("killed", "whole")
-    ]
-    assert weights[0] == weights[1]
+    weights = (tmp_path / "killed" / "model" / "model.safetensors").read_bytes()
+    assert weights == (tmp_path / "whole" / "model" / "model.safetensors").read_bytes()
