@@ -40,6 +40,7 @@ from torch import Tensor
 
 from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
+from common.command_line import refuse_idle
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.export import export_hugging_face
 from common.flags import (
@@ -53,7 +54,6 @@ from common.flags import (
     Share,
     check_shared,
     parse,
-    refuse_idle,
 )
 from common.job import Job
 from common.logger import open_logger

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
+from common.command_line import flag, refuse_idle, typed_flags
 from common.distributed import (
     World,
     all_reduce,
@@ -57,10 +58,7 @@ from common.flags import (
     Run,
     Share,
     check_shared,
-    flag,
-    given,
     parse,
-    refuse_idle,
 )
 from common.job import Job
 from common.logger import open_logger
@@ -170,7 +168,7 @@ def with_objective_defaults(args: Args) -> Args:
         return args
     defaults = {}
     for name, value in GSPO_DEFAULTS.items():
-        if flag(name) not in given():
+        if flag(name) not in typed_flags():
             defaults[name] = value
     return replace(args, **defaults)
 
@@ -565,7 +563,7 @@ def check_args(args: Args) -> None:
         raise SystemExit(
             f"--correction-range {low:g} {high:g}: the second number must be above the first"
         )
-    if args.correction == "truncate" and low > 0 and "--correction-range" in given():
+    if args.correction == "truncate" and low > 0 and "--correction-range" in typed_flags():
         raise SystemExit(
             f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}"
         )

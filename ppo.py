@@ -38,6 +38,7 @@ from torch import Tensor
 
 from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
+from common.command_line import refuse_idle, typed_flags
 from common.distributed import World, all_reduce, forward_context, run, stop_requested
 from common.export import export_hugging_face
 from common.files import DAMAGE, user_errors
@@ -51,9 +52,7 @@ from common.flags import (
     Run,
     Share,
     check_shared,
-    given,
     parse,
-    refuse_idle,
 )
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
@@ -557,7 +556,7 @@ def check_args(args: Args) -> None:
         raise SystemExit(
             f"--correction-range {low:g} {high:g}: the second number must be above the first"
         )
-    if args.correction == "truncate" and low > 0 and "--correction-range" in given():
+    if args.correction == "truncate" and low > 0 and "--correction-range" in typed_flags():
         raise SystemExit(
             f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}"
         )

@@ -29,24 +29,14 @@ from torch import Tensor
 
 from common.assets.build.embedded import embedded_data
 from common.checkpoint import Checkpoints
+from common.command_line import refuse_idle, typed_flags
 from common.data.conversations import Conversations
 from common.data.prompts import steps_of
 from common.data.render import end_turns_properly
 from common.distributed import World, forward_context, run, stop_requested
 from common.export import export_hugging_face
 from common.files import user_errors
-from common.flags import (
-    Amount,
-    Count,
-    Data,
-    Machine,
-    Run,
-    Share,
-    check_pixels,
-    given,
-    parse,
-    refuse_idle,
-)
+from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse
 from common.job import Job
 from common.logger import open_logger
 from common.manifest import WrittenFiles
@@ -184,7 +174,7 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
             f"--max-tokens {max_tokens}: the model has {job.num_positions:.0f} positions "
             "(config.json)"
         )
-        if "--max-tokens" in given():
+        if "--max-tokens" in typed_flags():
             raise SystemExit(message)
         say(f"{message}; longer conversations are cut there")
         max_tokens = int(job.num_positions)

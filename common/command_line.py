@@ -32,7 +32,7 @@ def expanded_arguments() -> list[str]:
     return arguments
 
 
-def given() -> set[str]:
+def typed_flags() -> set[str]:
     """The flags on the command line."""
     return {argument.partition("=")[0].replace("_", "-") for argument in sys.argv[1:]}
 
@@ -124,7 +124,7 @@ def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
     """
     for name, (is_used, needs) in uses.items():
         switched_off = flag(name).replace("--", "--no-", 1)
-        is_typed = flag(name) in given() or switched_off in given()
+        is_typed = flag(name) in typed_flags() or switched_off in typed_flags()
         if is_typed and not is_used:
             value = getattr(flags, name)
             raise SystemExit(f"{flag(name)} {value} has no effect: needs {needs}")

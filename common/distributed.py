@@ -283,7 +283,7 @@ def average_gradients(model: nn.Module) -> None:
         vector_to_parameters(flat / world_size(), gradients)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor gathered, by all its ranks together; another tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

@@ -33,7 +33,7 @@ from common.manifest import (
     make_unfinished,
     model_identity,
     step_folder,
-    verify,
+    verify_step,
     weights_identity,
 )
 from common.models import Policy, full_parameters
@@ -142,7 +142,7 @@ def open_checkpoint(path: Path) -> tuple[Path, dict]:
             f"{path}: no checkpoint there; give a run folder, or a step folder in its checkpoints/"
         )
     try:
-        return folder, verify(folder)
+        return folder, verify_step(folder)
     except ValueError as error:
         raise SystemExit(f"{folder} {error}: export another one") from error
 

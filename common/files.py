@@ -89,11 +89,6 @@ def memory_advice(phase: str) -> Iterator[None]:
         raise SystemExit(message) from error
 
 
-def refuse(wrong: bool, message: str) -> None:
-    if wrong:
-        raise SystemExit(message)
-
-
 def lock_folder(
     folder: Path, lost: Callable[[LeaseCompromise], None] | None = None
 ) -> SoftFileLease:
@@ -115,7 +110,7 @@ def lock_folder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         owner = lock.owner
-        last_beat = modified(path)
+        last_beat = modified_at(path)
         if owner:
             process = f"process {owner.pid} on {owner.hostname}"
             problem = f"{process} writes there; end it"
@@ -133,7 +128,7 @@ def lock_folder(
             problem = f"another run writes there; {path} has its name"
 
         def has_beaten() -> bool:
-            return modified(path) not in (last_beat, None)
+            return modified_at(path) not in (last_beat, None)
 
         lock.acquire(timeout=LEASE_S + 5, cancel_check=has_beaten)
     except Timeout as error:
@@ -144,7 +139,7 @@ def lock_folder(
     return lock
 
 
-def modified(path: Path) -> float | None:
+def modified_at(path: Path) -> float | None:
     """When a file was last written, in seconds since 1970; None if there is none."""
     with suppress(FileNotFoundError):
         return path.stat().st_mtime

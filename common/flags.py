@@ -25,11 +25,11 @@ from common.command_line import (
     expanded_arguments,
     flag,
     flat,
-    given,
     help_screen,
     refuse_broken_line,
     refuse_idle,
     title_and_commands,
+    typed_flags,
 )
 from common.ending import one_rank_prints
 from common.foreign_flags import refuse_foreign_flags
@@ -39,7 +39,7 @@ from common.progress import say
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own data
 LORA_RATE_FACTOR = 10  # learning rate of adapters, by default, over that of full training
-MOST_TOKENS = 16_384  # of a micro-batch, unless a number is typed
+MAX_MICRO_BATCH_TOKENS = 16_384  # of a micro-batch, unless a number is typed
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 OFFLOADS = ("optimizer", "reference")
 
@@ -247,8 +247,8 @@ def parse(
     first_screen: the flags that --help shows, a group a line; without any it shows all, as
     --help-all does. SystemExit after help, and for a command line that is wrong.
     """
-    is_demo = "--model" not in given()
-    wants_help = bool(given() & {"--help", "-h", "--help-all"})
+    is_demo = "--model" not in typed_flags()
+    wants_help = bool(typed_flags() & {"--help", "-h", "--help-all"})
     default = demo if is_demo and not wants_help else args_class()
     with one_rank_prints():
         if sys.flags.optimize > 1:
@@ -257,7 +257,7 @@ def parse(
                 "show: take python, or python -O"
             )
         sys.argv[1:] = expanded_arguments()
-        if first_screen and given() & {"--help", "-h"}:
+        if first_screen and typed_flags() & {"--help", "-h"}:
             print(help_screen(args_class, doc, first_screen.strip().splitlines()))
             raise SystemExit(0)
         refuse_broken_line(sys.argv[1:])
@@ -286,7 +286,7 @@ def parse(
 def call_program(function: Callable[..., Result], module: str, doc: str) -> Result:
     """function(...) with the command line of `python -m MODULE`. Its --help begins with the
     docstring as it stands: tyro would fold commands into a paragraph."""
-    if given() & {"--help", "-h"}:
+    if typed_flags() & {"--help", "-h"}:
         print(f"{doc.strip()}\n")
     return tyro.cli(function, args=expanded_arguments(), prog=f"python -m {module}", description="")
 
@@ -297,7 +297,7 @@ def with_lora_rates(args: Args) -> Args:
     rates: dict[str, float] = {}
     for name, rate in vars(args).items():
         if name.endswith("learning_rate"):
-            if flag(name) not in given():
+            if flag(name) not in typed_flags():
                 rate *= LORA_RATE_FACTOR
             rates[name] = rate
             line = f"LoRA of rank {args.machine.lora_rank}, {flag(name)} {rate:g}"

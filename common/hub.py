@@ -24,7 +24,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 # in the order in which transformers looks for them
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 UNREADABLE = "its files cannot be read (are all there, and whole?)"
-OBJECTS = {  # files that hold a JSON object each
+JSON_FILES = {  # files that hold a JSON object each
     "adapter_config.json",
     "added_tokens.json",
     "chat_template.json",
@@ -99,7 +99,7 @@ def check_files(folder: Path) -> None:
                 )
             if not file.is_file():
                 raise ValueError(f"{file.name} is a folder, a pipe or a device")
-            if file.name in OBJECTS:
+            if file.name in JSON_FILES:
                 check_object(file)
 
 

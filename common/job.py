@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from common.attention import choose_attention
+from common.command_line import refuse_idle
 from common.data.prompts import PromptLoader
 from common.distributed import (
     World,
@@ -31,13 +32,12 @@ from common.distributed import (
 from common.ending import at_end, fail, leave
 from common.files import DAMAGE, HEARTBEAT_S, lock_folder, shorten, user_errors
 from common.flags import (
-    MOST_TOKENS,
+    MAX_MICRO_BATCH_TOKENS,
     ROOT,
     Data,
     Machine,
     Rollout,
     Run,
-    refuse_idle,
     step_range,
     tracker_names,
 )
@@ -145,7 +145,7 @@ class Job:
         *,
         reward_model: str | None = None,
         replayed_tokens: int | None = None,
-        most_tokens: int = MOST_TOKENS,
+        most_tokens: int = MAX_MICRO_BATCH_TOKENS,
     ) -> None:
         """Print what a step will need; settle `micro_batch_tokens` and `engine_memory`.
 

@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any
 
 from common.checkpoint import Checkpoints
+from common.command_line import flag, flat
 from common.config import changed_flags, save_config
 from common.distributed import handle_signals
 from common.ending import at_end, reached
 from common.files import jsonable
-from common.flags import flag, flat
 from common.job import Job
 from common.look.curves import plot_curves
 from common.memory.halving import remembered_budget
@@ -46,7 +46,7 @@ class Logger:
         reached["step"] = step
         self._append({"step": step, **metrics})
         print(self.status.line(step, metrics), flush=True)
-        Progress.said = time.monotonic()
+        Progress.last_print = time.monotonic()
         self._track(step, metrics)
 
     def event(self, record: dict) -> None:

@@ -61,7 +61,7 @@ def read_manifest(folder: Path) -> dict:
     return manifest
 
 
-def verify(folder: Path, share: slice = slice(None)) -> dict:
+def verify_step(folder: Path, share: slice = slice(None)) -> dict:
     """The manifest of a step folder. ValueError if its files are not as the manifest says.
 
     share: which of the files, by name in order, to hash.
@@ -126,7 +126,7 @@ def weights_identity(folder: Path) -> str:
     return hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()[:16]
 
 
-def complete(folder: Path) -> list[Path]:
+def complete_steps(folder: Path) -> list[Path]:
     """Step folders with a manifest, in the order of their steps."""
     steps: list[Path] = []
     for path in folder.glob("step_*"):
@@ -145,19 +145,19 @@ def step_folder(path: Path) -> Path | None:
         return path
     for pointer in (path, path / "latest", path / "checkpoints" / "latest"):
         if pointer.is_file():
-            return target(pointer)
-    steps = complete(path) or complete(path / "checkpoints")
+            return step_of_pointer(pointer)
+    steps = complete_steps(path) or complete_steps(path / "checkpoints")
     if not steps:
         return None
     say(f"{steps[-1].parent}/latest is missing: going on from {steps[-1].name}")
     return steps[-1]
 
 
-def target(pointer: Path) -> Path:
+def step_of_pointer(pointer: Path) -> Path:
     """The step folder that a file names. ValueError if the name is not that of a step folder,
     or if the folder is missing."""
     name = pointer.read_text(errors="replace").strip()
-    steps = complete(pointer.parent)
+    steps = complete_steps(pointer.parent)
     remedy = "--resume never begins anew"
     if steps:
         remedy = f"--resume {steps[-1]} goes on from the last one"
@@ -200,7 +200,7 @@ def refuse_links(run_dir: Path) -> None:
             )
     folder = run_dir / "checkpoints"
     has_begun = (run_dir / "metrics.jsonl").exists()
-    if folder.is_symlink() and not has_begun and complete(folder):
+    if folder.is_symlink() and not has_begun and complete_steps(folder):
         raise OSError(
             f"{folder} is a link to checkpoints of another run, which would be replaced: --resume "
             "goes on from one of them, with an --output-dir of its own"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from common.attention import block_mask, register_attention
-from common.distributed import repeated_blocks, reshard, whole
+from common.distributed import gathered, repeated_blocks, reshard
 from common.engine.protocol import Engine
 from common.files import user_errors
 from common.flags import Machine
@@ -17,7 +17,7 @@ from common.packing import MicroBatch
 from common.pictures import blank
 from common.rotary import length_limits, num_positions, set_text_lengths
 from common.torch_repair import transformers
-from common.vision import FAMILY, Vision, auto_class, clamped, skeleton
+from common.vision import FAMILY, Vision, auto_class, clamp_inputs, skeleton
 
 # attributes of a config that rescale the logits
 LOGIT_SCALES = [
@@ -179,7 +179,7 @@ def load_policy(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if vision:
             model.base_model.visual.requires_grad_(not freeze_vision)
-            model.base_model.visual.merger.register_forward_pre_hook(clamped)
+            model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
         language_model = getattr(model.base_model, "language_model", model)
         language_layers.extend(repeated_blocks(language_model))
         # before the weights are read: FSDP2 would gather and reduce a tied head a second time
@@ -291,7 +291,7 @@ def full_parameters(
             tensor = parameter.detach()
             if dtype is not None and layer is None:
                 tensor = tensor.to(dtype)
-            tensor = whole(tensor)
+            tensor = gathered(tensor)
             if layer is not None:
                 tensor = merged(tensor, layer.lora_A, layer.lora_B, layer.scale)
             yield name, tensor

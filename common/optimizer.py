@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from common.distributed import average_gradients, whole
+from common.distributed import average_gradients, gathered
 from common.files import memory_advice
 from common.memory.halving import limited_memory
 from common.metrics import Means
@@ -88,7 +88,7 @@ class GuardedAdamW:
             group["weight_decay"] = self.weight_decay
         average_gradients(self.model)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        norm = gathered(torch.nn.utils.get_total_norm(gradients))
         grad_norm = norm.item() / self.scale
         finite = bool(torch.isfinite(norm))
         if finite:

@@ -126,7 +126,7 @@ def encode(image: Image.Image | bytes) -> bytes:
     return file.getvalue()
 
 
-def shown(size: tuple[int, int], kind: str, context: dict) -> tuple[int, int]:
+def displayed_size(size: tuple[int, int], kind: str, context: dict) -> tuple[int, int]:
     """(width, height) at which a picture of that size is shown.
 
     kind: "image", also for crops, or "video" for frames, selected or not. context: the fields of
@@ -146,7 +146,7 @@ class PixelLimits:
     max_frame_pixels: int
 
     def shown_size(self, kind: str, width: int, height: int) -> tuple[int, int]:
-        return shown((width, height), kind, vars(self))
+        return displayed_size((width, height), kind, vars(self))
 
 
 @dataclass(eq=False)

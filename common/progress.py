@@ -47,7 +47,7 @@ class Progress:
         self.done += count
         loops = list((self.loops | {self.label: self}).values())
         now = time.monotonic()
-        due = max(loops[0].start + loops[0].first, Progress.said + EVERY)
+        due = max(loops[0].start + loops[0].first, Progress.last_print + EVERY)
         if os.environ.get("RANK", "0") != "0" or now < due:
             return
         share = 0.0  # of all loops that is done
@@ -61,7 +61,7 @@ class Progress:
             left = "nothing is done yet"
         counts = ", ".join(loop.count() for loop in loops)
         print(f"... {counts}, {left}", flush=True)
-        Progress.said = now
+        Progress.last_print = now
 
     def count(self) -> str:
         """The label, and how many of several items are done."""
@@ -74,15 +74,15 @@ def say(text: str) -> None:
     """Print a line of the run, on rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
-        Progress.said = time.monotonic()
+        Progress.last_print = time.monotonic()
 
 
 def break_silence(missing: str = "") -> None:
     """If rank 0 has printed nothing for SILENCE: print what it waits for, or else in which of our
     functions its main thread is."""
-    if os.environ.get("RANK", "0") == "0" and time.monotonic() > Progress.said + SILENCE:
+    if os.environ.get("RANK", "0") == "0" and time.monotonic() > Progress.last_print + SILENCE:
         print("...", missing or current_function(), flush=True)
-        Progress.said = time.monotonic()
+        Progress.last_print = time.monotonic()
 
 
 def current_function() -> str:

@@ -14,12 +14,12 @@ from tyro.conf import Positional
 from common.command_line import check_range
 from common.data.rows import RowFiles
 from common.data.table_files import is_hub_id, stem_of
-from common.files import modified, user_errors
+from common.files import modified_at, user_errors
 from common.flags import Files, Positive, call_program, check_reward_timeout
 from common.printing import guard_output
 from common.processes import cpus_of_rank
-from common.rewards import RewardWorkers, reward_function, score_response, tell_errors, with_score
-from common.rollout.evaluation import bounded, report, verdict
+from common.rewards import RewardWorkers, print_errors, reward_function, score_response, with_score
+from common.rollout.evaluation import report, summarize_with_bounds, verdict
 
 
 @dataclass
@@ -70,12 +70,12 @@ def score_file(flags: Scoring) -> None:
     samples = []
     for response, reward in zip(responses, rewards, strict=True):
         samples.append(response.columns | verdict(reward))
-    modified_before = modified(output)
+    modified_before = modified_at(output)
     print(report(samples, output))
     # FILE may hold several evaluations, each of which numbers its groups from 0
     regrouped = [sample | {"group": (sample["data_source"], sample["group"])} for sample in samples]
-    bounded(regrouped)
-    if modified(output) == modified_before:
+    summarize_with_bounds(regrouped)
+    if modified_at(output) == modified_before:
         raise SystemExit(f"{output} is not written")
     num_prompts = len({sample["group"] for sample in regrouped})
     failures = ""
@@ -138,7 +138,7 @@ def score_responses(responses: list[Response], flags: Scoring) -> list[Mapping]:
         for response in responses
     ]
     rewards = [with_score(result) for result in workers.score(jobs)]
-    tell_errors(rewards)
+    print_errors(rewards)
     return rewards
 
 

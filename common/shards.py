@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from common.distributed import World, broadcast_object, gather_objects, reshard, world_size
 from common.files import shorten
 from common.lora import adapters
-from common.manifest import BEGIN_ANEW, MANIFEST, complete, step_folder, verify
+from common.manifest import BEGIN_ANEW, MANIFEST, complete_steps, step_folder, verify_step
 from common.optimizer import make_moments
 from common.torch_repair import Later
 
@@ -133,12 +133,12 @@ def verify_together(folder: Path, world: World) -> dict:
     manifest: dict = {}
     problem = ""
     try:
-        manifest = verify(folder, slice(world.rank, None, world.size))
+        manifest = verify_step(folder, slice(world.rank, None, world.size))
     except ValueError as error:
         problem = str(error)
     problems = [text for text in gather_objects(problem) if text]
     if problems:
-        earlier = [path for path in complete(folder.parent) if path.name < folder.name]
+        earlier = [path for path in complete_steps(folder.parent) if path.name < folder.name]
         remedy = ""
         if earlier:
             remedy = f"--resume {earlier[-1]} goes on from the one before; "

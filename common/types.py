@@ -135,7 +135,7 @@ FINISH_REASONS = {
     "max_images": "--max-images: a tool returned more",
     "max_tool_errors": "--max-tool-errors",
     "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
-    "tool_failed": "through our fault: a tool's `ours`, an environment, no worker; not trained on",
+    "tool_failed": "through our fault: a tool's `trusted`, an environment, no worker; not trained on",
     "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
 }
 
@@ -187,7 +187,9 @@ class Tool:
     schema: dict
     aliases: tuple[str, ...] = ()
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
-    ours: bool = False  # whether a hang or a crash is our fault, whatever the policy has asked for
+    trusted: bool = (
+        False  # whether a hang or a crash is our fault, whatever the policy has asked for
+    )
     stateful: bool = False  # a method of an environment
     taught_by: tuple[str, ...] = ()  # texts of prompts that explain by themselves how to call it
 

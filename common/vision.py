@@ -113,7 +113,7 @@ class Vision:
         return torch.cat(parts), torch.tensor(grids, device=device)
 
 
-def clamped(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+def clamp_inputs(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     """A hook of the vision tower's merger: its inputs [...] within the range of their dtype.
 
     float16 overflows in the last block of Qwen2.5-VL-3B's tower; vLLM clamps there, too.

@@ -19,7 +19,7 @@ from vl import build_tokenizer as build_vl_tokenizer
 
 from common.assets.build.tiny import build_tokenizer
 from common.data.conversations import Conversations, conversation_episode
-from common.data.formats import called, read_conversation
+from common.data.formats import read_conversation, tool_call_message
 from common.data.protocols import CLOSE, OPEN, Call, Hermes
 from common.data.render import end_turns_properly
 from common.data.rows import RowFiles
@@ -819,8 +819,10 @@ def test_arguments_of_a_function_call_may_be_a_text(native):
         json.dumps({"name": "add", "arguments": given})
         for given in ({"a": 3}, json.dumps({"a": 3}))
     ]
-    assert called(texts[0], native) == called(texts[1], native)
-    assert called(json.dumps([*map(json.loads, texts)]), native) != called(texts[0], native)
+    assert tool_call_message(texts[0], native) == tool_call_message(texts[1], native)
+    assert tool_call_message(json.dumps([*map(json.loads, texts)]), native) != tool_call_message(
+        texts[0], native
+    )
 
 
 # --- bad rows -------------------------------------------------------------------------------------

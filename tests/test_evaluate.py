@@ -20,11 +20,11 @@ from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.rewards import is_correct
 from common.rollout.evaluation import (
-    bounded,
     format_table,
     maj_at_k,
     pass_at_k,
     summarize,
+    summarize_with_bounds,
     wilson_interval,
 )
 from common.rollout.opening import open_prompts
@@ -109,7 +109,7 @@ def test_summarize_lists_powers_of_two_and_n():
 def test_samples_without_a_score_leave_bounds(capsys):
     """The lower one is the accuracy: it makes no checkpoint the best that is not."""
     samples = [sample(i, float(i == 0)) | {"failed": i == 3} for i in range(4)]
-    metrics = bounded(samples)
+    metrics = summarize_with_bounds(samples)
     assert metrics["eval/rows"] == 4
     assert metrics["eval/accuracy"] == 0.25
     assert metrics["eval/accuracy_high"] == 0.5
@@ -117,7 +117,7 @@ def test_samples_without_a_score_leave_bounds(capsys):
     output = capsys.readouterr().out
     assert "INCOMPLETE: 1 of 4 samples could not be scored" in output
     assert "between 0.2500 and 0.5000" in output
-    assert bounded(samples[:3]) == summarize(samples[:3])
+    assert summarize_with_bounds(samples[:3]) == summarize(samples[:3])
     assert not capsys.readouterr().out
 
 

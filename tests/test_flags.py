@@ -21,9 +21,9 @@ import grpo
 import ppo
 import sft
 from common import flags
-from common.command_line import expanded_arguments
+from common.command_line import check_ranges, expanded_arguments, flag, flat, refuse_idle
 from common.data.prompts import PromptData
-from common.flags import Data, Rollout, check_ranges, check_shared, flag, flat, parse, refuse_idle
+from common.flags import Data, Rollout, check_shared, parse
 from common.foreign_flags import SCRIPTS_WITH
 from common.hub import load_tokenizer, resolve_model
 

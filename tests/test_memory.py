@@ -28,7 +28,7 @@ import common.attention
 from common.distributed import World
 from common.engine.hf import HuggingFaceEngine
 from common.engine.vllm import VllmEngine
-from common.flags import MOST_TOKENS, Machine, Rollout
+from common.flags import MAX_MICRO_BATCH_TOKENS, Machine, Rollout
 from common.hub import FOLDERS
 from common.memory.estimate import activation_bytes, phases_of
 from common.memory.halving import remembered_budget
@@ -359,7 +359,7 @@ def planned_on_gpus(
     free: float,
     ranks: int,
     rollout: Rollout,
-    most_tokens: int = MOST_TOKENS,
+    most_tokens: int = MAX_MICRO_BATCH_TOKENS,
     **flags,
 ) -> MemoryPlan:
     """The plan of a run on GPUs; `free`: gigabytes."""

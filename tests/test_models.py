@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import grpo
 from common.engine.vllm import refuse_other_files, start_errors
 from common.export import export_hugging_face
-from common.hub import FOLDERS, OBJECTS, load_tokenizer, require_weights, resolve_model
+from common.hub import FOLDERS, JSON_FILES, load_tokenizer, require_weights, resolve_model
 from common.job import Job, describe_run
 from common.models import Policy, load_policy, unsupported
 from common.packing import TokenIndex, pack
@@ -217,7 +217,7 @@ def test_what_is_no_file_of_a_model_is_named_and_not_waited_for(tmp_path, name, 
             file.rmdir()
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTS))
+@pytest.mark.parametrize("name", sorted(JSON_FILES))
 def test_what_holds_no_json_object_is_named(tmp_path, name):
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     for text in NO_OBJECTS.values():

@@ -80,7 +80,7 @@ def our_act(action: str, seconds: float = 0.0):
     return act(action, seconds)
 
 
-our_act.ours = True
+our_act.trusted = True
 
 
 def wait_for(path: str):
@@ -286,7 +286,7 @@ def test_visual_tools():
     for name in ("crop_image", "zoom_in", "crop_image_normalized"):
         assert find_tool(tools, name) is tools["crop_image_normalized"]
     assert find_tool(tools, "crop") is None
-    assert {(tool.role, tool.ours) for tool in tools.values()} == {("user", True)}
+    assert {(tool.role, tool.trusted) for tool in tools.values()} == {("user", True)}
     assert load_tools("") == {}
 
 

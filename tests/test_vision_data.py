@@ -22,7 +22,7 @@ from vl import QWEN_VL, picture, write_tiny_vl
 
 from common.data import render
 from common.data.media import count_tokens
-from common.data.render import unheeded
+from common.data.render import ignored_request
 from common.distributed import World
 from common.pictures import BadRow, Media, PixelLimits
 from common.processes import in_threads
@@ -547,7 +547,7 @@ def test_a_model_without_eyes_refuses_pictures(tmp_path, vision):
 )
 def test_what_a_row_asks_for_and_does_not_get(asks, without, with_tools):
     for said, tools in ((without, {}), (with_tools, load_tools("visual"))):
-        told = unheeded(ask("x") | asks, tools, "none")
+        told = ignored_request(ask("x") | asks, tools, "none")
         assert said in told and bool(said) == bool(told), told
 
 
@@ -560,7 +560,7 @@ def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision, capsys):
         ask("w") | {"agent_name": "tool_agent"},
     ]
     load(tmp_path, vision, rows)
-    assert not unheeded(rows[1], {}, "all"), "a function answers it"
+    assert not ignored_request(rows[1], {}, "all"), "a function answers it"
     assert capsys.readouterr().out.splitlines() == [
         "warning: --train-data: 2 rows ask in vain for something: "
         "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given",

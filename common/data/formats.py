@@ -215,7 +215,7 @@ def read_message(row: Mapping, native: Callable[[], object]) -> dict:
     message |= kept(row)
     message["role"] = role
     if sender == "function_call":
-        message |= called(content, native())
+        message |= tool_call_message(content, native())
     else:
         message["content"] = content or ""
     return message
@@ -241,7 +241,7 @@ def kept(message: Mapping) -> dict:
     return with_arguments(without_nulls({key: message.get(key) for key in KEPT}))
 
 
-def called(value: str, native: object) -> dict:
+def tool_call_message(value: str, native: object) -> dict:
     """LLaMA-Factory's {name, arguments}, or a list of them, as keys of a message.
 
     The message is what the policy has to write: tool_calls for a `native` template, else the tags

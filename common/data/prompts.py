@@ -254,7 +254,7 @@ class PromptData:
         report.note_misreadings(
             render.bare_text(row.prompt), row.pictures, row.spelled, self.tokenizer
         )
-        request = render.unheeded(record, self.tools, self.answered)
+        request = render.ignored_request(record, self.tools, self.answered)
         if request:
             report.ignored_requests[request] += 1
 

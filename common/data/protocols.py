@@ -103,10 +103,10 @@ class Protocol:
         """A turn as text for `find_call`: with the tags of calls, which may be special tokens."""
         return self.tokenizer.decode([token for token in turn if token not in self.skipped])
 
-    def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
+    def observation(self, parts: Sequence[str | Media], role: str, num_pictures: int = 0) -> str:
         """The text between an end-of-turn token and the next turn: a message of `role`.
 
-        parts: texts and pictures; a picture becomes one placeholder. shown: pictures before these.
+        parts: texts and pictures; a picture becomes one placeholder. num_pictures: those before these.
         ValueError if the chat template refuses the role, or ends the assistant's turns in another
         way.
         """
@@ -217,17 +217,17 @@ class Code(Protocol):
             return None
         return Call("python", {"code": text[program_start:-3].strip("\n")})
 
-    def observation(self, parts: Sequence[str | Media], role: str, shown: int = 0) -> str:
+    def observation(self, parts: Sequence[str | Media], role: str, num_pictures: int = 0) -> str:
         text, *pictures = parts
-        return super().observation(self.content(text, pictures, shown), role)
+        return super().observation(self.content(text, pictures, num_pictures), role)
 
     @staticmethod
-    def content(text: str, pictures: Sequence, shown: int) -> list:
-        """The parts of a reply: the printed text, and the figures, numbered from `shown` on."""
+    def content(text: str, pictures: Sequence, num_pictures: int) -> list:
+        """The parts of a reply: the printed text, and the figures, numbered from `num_pictures` on."""
         if not pictures:
             return [f"{BEGIN}\nText Result:\n{text}{END}"]
         parts = [f"{BEGIN}Text Result:\n{text}\nImage Result:\n"]
-        for number, picture in enumerate(pictures, start=shown):
+        for number, picture in enumerate(pictures, start=num_pictures):
             parts += [f"<image_clue_{number}>", picture, f"</image_clue_{number}>"]
         return [*parts, END]
 

@@ -270,7 +270,7 @@ def split_marks(content: str) -> list[dict]:
     return parts
 
 
-def unheeded(record: Mapping, tools: Mapping[str, Tool], answered: str) -> str:
+def ignored_request(record: Mapping, tools: Mapping[str, Tool], answered: str) -> str:
     """What verl's columns ask for in a row and these flags do not provide; "" if nothing.
 
     answered: as in `answer_kwargs`.

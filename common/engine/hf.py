@@ -14,7 +14,7 @@ from common.progress import Progress
 from common.rotary import check_lengths, num_positions
 from common.torch_repair import transformers
 from common.types import Completion, Request, Sampling
-from common.vision import auto_class, clamped
+from common.vision import auto_class, clamp_inputs
 
 MAX_SEQUENCES = 256  # of a batch
 
@@ -46,7 +46,7 @@ class HuggingFaceEngine(Engine):
         self.max_model_len = config.max_model_len
         self.end_ids = list(config.end_ids)
         if self.vision:
-            self.model.base_model.visual.merger.register_forward_pre_hook(clamped)
+            self.model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
             self.end_ids.extend(self.vision.forbidden_ids)
         sequence_bytes = self.max_model_len * cache_bytes_of_token(text_config, self.dtype)
         num_fitting = int(config.memory_gib * 2**30 / sequence_bytes)

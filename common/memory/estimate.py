@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.flags import MOST_TOKENS, Machine, Rollout
+from common.flags import MAX_MICRO_BATCH_TOKENS, Machine, Rollout
 from common.logprobs import CHUNK_ELEMENTS
 from common.memory.remedies import longest
 from common.memory.shape import ModelShape, TowerShape
@@ -278,7 +278,7 @@ def update_moments(
     """
     lora = machine.lora_rank > 0
     item = dtype.itemsize
-    tokens = max(machine.micro_batch_tokens or MOST_TOKENS, longest(rollout))
+    tokens = max(machine.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS, longest(rollout))
     activations = tokens * activation_bytes(shape, rollout, machine, dtype)
     recomputed = tokens * recomputed_bytes(shape, rollout, machine, dtype)
     # one rank on a CPU keeps all weights gathered between micro-batches

@@ -11,7 +11,7 @@ import torch
 from common.attention import choose_attention
 from common.distributed import World, all_reduce
 from common.files import DAMAGE
-from common.flags import MOST_TOKENS, Machine, Rollout
+from common.flags import MAX_MICRO_BATCH_TOKENS, Machine, Rollout
 from common.limits import free_memory
 from common.memory.estimate import cache_gib, phases_of
 from common.memory.remedies import (
@@ -66,7 +66,7 @@ def memory_plan(
     trained: list[str],
     frozen: list[str],
     reward_model: str | None = None,
-    most_tokens: int = MOST_TOKENS,
+    most_tokens: int = MAX_MICRO_BATCH_TOKENS,
 ) -> MemoryPlan:
     """`memory_phases` in words, and the cheapest change that fits if something may not. All ranks
     call it together.

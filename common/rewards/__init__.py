@@ -167,7 +167,7 @@ class RewardWorkers(Pool):
         self.is_async = first.facts["is_async"]
         self.worker_timeout_s = self.timeout_s
         if self.is_async:
-            self.most = 1
+            self.max_workers = 1
             self.worker_timeout_s += SLACK_S
         first.timeout_s = self.worker_timeout_s
 
@@ -357,7 +357,7 @@ def score_episodes(
             episode.rewards["turns"] = fsum(turns)
             episode.rewards["first_turn_accuracy"] = float(turns[0] >= FULL_MARKS)
             episode.rewards["last_turn_accuracy"] = float(turns[-1] >= FULL_MARKS)
-    tell_errors([episode.rewards for episode in episodes])
+    print_errors([episode.rewards for episode in episodes])
 
 
 def environment_rewards(reward: float) -> dict[str, float | str]:
@@ -388,7 +388,7 @@ def with_score(result: Mapping) -> Mapping:
     return {"score": nan, "error": result["error"]}
 
 
-def tell_errors(rewards: Sequence[Mapping]) -> None:
+def print_errors(rewards: Sequence[Mapping]) -> None:
     """Print how many responses could not be scored, and why the first could not."""
     errors = [str(item["error"]) for item in rewards if isnan(item["score"])]
     if errors:

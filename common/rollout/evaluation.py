@@ -68,7 +68,7 @@ def verdict(rewards: dict) -> dict:
     return columns
 
 
-def bounded(samples: list[dict]) -> dict[str, float]:
+def summarize_with_bounds(samples: list[dict]) -> dict[str, float]:
     """`summarize`, in which samples that could not be scored count as wrong.
 
     If there are any, eval/failed is their number, and eval/accuracy_high the accuracy if all of

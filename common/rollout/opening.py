@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup, new_subgroups
 
+from common.command_line import refuse_idle
 from common.data.prompts import PromptData, steps_of
 from common.data.render import end_token_ids, end_turns_properly
 from common.engine.protocol import Engine, EngineConfig
 from common.files import user_errors
-from common.flags import Data, Rollout, Run, check_reward_timeout, refuse_idle
+from common.flags import Data, Rollout, Run, check_reward_timeout
 from common.job import Job
 from common.processes import cpus_of_rank
 from common.progress import say

@@ -20,7 +20,7 @@ from common.processes import in_threads
 from common.progress import Progress, say
 from common.rewards import RewardWorkers, score_episodes
 from common.rollout.dumps import dump_rollouts
-from common.rollout.evaluation import as_sample, bounded, print_samples, report
+from common.rollout.evaluation import as_sample, print_samples, report, summarize_with_bounds
 from common.rollout.sampling import sample_episodes
 from common.torch_repair import transformers
 from common.types import Episode, Row, Sampling, Watch
@@ -152,7 +152,7 @@ class Rollouts:
             else:
                 report(samples, self.output_dir / "eval" / f"step_{step:06d}.parquet")
             print_samples(step, samples)
-        return bounded(samples)
+        return summarize_with_bounds(samples)
 
     def _rows_at_once(self) -> int:
         """Rows of an evaluation that are under way together, over all ranks."""

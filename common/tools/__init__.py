@@ -4,7 +4,7 @@ A tool is a plain function. It returns text (numbers, booleans, dicts and lists 
 (text, images), or (text, images, info): images as PIL or encoded, info a dict that describes what
 happened. In info "frames" says that the images are frames of a video, and a false "acted" that the
 call earns no --tool-bonus. The policy reads an exception, a timeout, a crash or a lack of memory as
-an error, since it wrote the call. A function (or `Tool`) with the attribute `ours` declares that
+an error, since it wrote the call. A function (or `Tool`) with the attribute `trusted` declares that
 these are not the policy's fault: they cost the sample. A parameter named `context` receives the
 pictures so far; keyword-only parameters are for the row.
 """
@@ -43,9 +43,11 @@ CROP = Tool(
     visual.CROP_SCHEMA,
     aliases=("crop_image", "zoom_in"),
     role="user",
-    ours=True,
+    trusted=True,
 )
-SELECT = Tool("select_frames", visual.select_frames, visual.SELECT_SCHEMA, role="user", ours=True)
+SELECT = Tool(
+    "select_frames", visual.select_frames, visual.SELECT_SCHEMA, role="user", trusted=True
+)
 BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
 NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isclass)
 
@@ -76,7 +78,7 @@ def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
     if environment and is_class(environment):
         schemas = method_schemas(environment)
         # if one that is not replayable dies, its sample is lost, whatever the policy has called
-        ours = not getattr(load_environment(environment), "replayable", True)
+        trusted = not getattr(load_environment(environment), "replayable", True)
         duplicates = sorted(tools.keys() & schemas.keys())
         if duplicates:
             raise ValueError(
@@ -84,7 +86,7 @@ def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
             )
         for name, schema in schemas.items():
             # the function is never called: a worker finds the method in a live environment
-            tools[name] = Tool(name, print, schema, ours=ours, stateful=True)
+            tools[name] = Tool(name, print, schema, trusted=trusted, stateful=True)
     return tools
 
 
@@ -99,7 +101,7 @@ def find_tool(tools: Mapping[str, Tool], name: str) -> Tool | None:
 
 
 def user_tool(spec: str) -> Tool:
-    """The function FILE.py:NAME, with its attributes `ours`, and `schema`, or a schema made from
+    """The function FILE.py:NAME, with its attributes `trusted`, and `schema`, or a schema made from
     its signature."""
     function = load_function(spec, "--tools")
     try:
@@ -111,8 +113,8 @@ def user_tool(spec: str) -> Tool:
         check_schema(schema)
     except (AttributeError, KeyError, NameError, TypeError, ValueError) as error:
         raise ValueError(f"--tools {spec}: {type(error).__name__}: {error}") from error
-    ours = bool(getattr(function, "ours", False))
-    return Tool(schema["function"]["name"], function, schema, ours=ours)
+    trusted = bool(getattr(function, "trusted", False))
+    return Tool(schema["function"]["name"], function, schema, trusted=trusted)
 
 
 def check_schema(schema: dict) -> None:
@@ -252,7 +254,7 @@ def as_reply(fields: dict, tool: Tool) -> ToolReply:
             role=tool.role,
         )
     error = fields["error"]
-    if tool.ours or error.startswith(NO_WORKER):
+    if tool.trusted or error.startswith(NO_WORKER):
         return ToolReply(error, failed=True, role=tool.role)
     return ToolReply(error_text(error, tool.role), error=True, role=tool.role)
 

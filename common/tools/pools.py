@@ -18,7 +18,7 @@ from common.workers.process import Worker
 
 CLOSE_S = 2.0  # for environments to close what they hold
 # of jobs that are no tool's: an environment's reset and close, a function's answer
-NO_TOOL = Tool("", print, {}, role="user", ours=True)
+NO_TOOL = Tool("", print, {}, role="user", trusted=True)
 
 
 class ToolPool:
@@ -89,7 +89,7 @@ class ToolWorkers(ToolPool):
 
     A call has `timeout_s` seconds, counted from when a worker gets it, and `memory_gib` (0: no
     limit). If it exceeds them, or ends its worker, that is an error that the policy reads; a
-    failure if the tool is `ours`, or if no worker can be started.
+    failure if the tool is `trusted`, or if no worker can be started.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ image in the prompt that is 1, and its first crop 2.
 `context` is that of `ToolWorkers.submit`.
 """
 
-from common.pictures import decode, shown
+from common.pictures import decode, displayed_size
 
 PADDING = 0.1  # of the picture, added on each side of a box: policies draw them too tight
 MIN_CROP = 28  # pixels; both sides of a crop have more
@@ -81,7 +81,7 @@ def crop_image_normalized(
 
     width, height = 1, 1
     if max(bbox_2d) >= 2:
-        width, height = shown(image.size, medium["kind"], context)
+        width, height = displayed_size(image.size, medium["kind"], context)
     x1, y1, x2, y2 = bbox_2d
     if x1 / width >= 1 or y1 / height >= 1:
         raise ValueError(f"bbox_2d {bbox_2d} lies outside the image, which is {width}x{height}")
@@ -97,7 +97,7 @@ def crop_image_normalized(
     if crop_width <= MIN_CROP or crop_height <= MIN_CROP:
         raise ValueError(f"Cropped image is too small: {crop_width}x{crop_height}")
     crop = image.crop((left, top, right, bottom))
-    shown_width, shown_height = shown((crop_width, crop_height), "image", context)
+    shown_width, shown_height = displayed_size((crop_width, crop_height), "image", context)
     text = f"\nHere is the cropped image (Image Size: {shown_width}x{shown_height}):"
     return text, [crop], {"target": target, "frame": frame + 1, "box": box}
 
@@ -127,7 +127,7 @@ def select_frames(target_frames: list, context: dict) -> tuple[str, list, dict]:
     frames = media[videos[0]]["frames"]
     indices = [to_index(value, "a frame index", len(frames)) for value in target_frames]
     selected = [frames[index - 1] for index in indices]
-    width, height = shown(decode(selected[0]).size, "video", context)
+    width, height = displayed_size(decode(selected[0]).size, "video", context)
     num_pictures = sum(len(medium["frames"]) for medium in media)
     first = num_pictures + 1
     last = num_pictures + len(selected)

@@ -21,7 +21,7 @@ NO_WORKER = "no worker starts"  # how the error of a job begins that no process 
 
 
 class Pool:
-    """At most `most` workers that turn jobs into replies, `at_once` of them at the same time.
+    """At most `max_workers` workers that turn jobs into replies, `at_once` of them at the same time.
 
     The first is started by the constructor, which raises a ValueError if it does not start; the
     others when there is a job for them. Jobs with the same `home` go to the same worker, which may
@@ -36,16 +36,16 @@ class Pool:
         self,
         trouble: str,
         new_worker: Callable[[], Worker],
-        most: int,
+        max_workers: int,
         share: int = SHARE,
         at_once: float = inf,
     ):
         """trouble: the message about a worker that does not start."""
-        if most < 1:
-            raise ValueError(f"workers: got {most}")
+        if max_workers < 1:
+            raise ValueError(f"workers: got {max_workers}")
         self.trouble = trouble
         self.new_worker = new_worker
-        self.most = most
+        self.max_workers = max_workers
         self.share = share
         self.at_once = at_once
         self.queue: deque[tuple[Hashable, Any]] = deque()
@@ -112,7 +112,7 @@ class Pool:
         if home not in self.homes:
             num_homes = Counter(self.homes.values())
             all_full = all(num_homes[worker] >= self.share for worker in self.workers)
-            if all_full and len(self.workers) < self.most:
+            if all_full and len(self.workers) < self.max_workers:
                 self.workers.append(self.new_worker())
             self.homes[home] = min(self.workers, key=lambda worker: num_homes[worker])
         return self.homes[home]
@@ -126,7 +126,7 @@ class Pool:
                 free -= 1
         # workers that are not busy start, or wait because `at_once` are: they get the next jobs
         num_waiting = sum(not worker.busy for worker in self.workers)
-        num_new = min(self.most - len(self.workers), len(self.queue) - num_waiting)
+        num_new = min(self.max_workers - len(self.workers), len(self.queue) - num_waiting)
         for _ in range(num_new):
             self.workers.append(self.new_worker())
 

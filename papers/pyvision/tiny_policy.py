@@ -97,7 +97,9 @@ def trace(
             code = code.replace(correct, wrong, 1)
         printed, error = session.block(code)
         text = f"Execution error: {error}" if error else printed
-        observation = Code.content(text, ["<image>"] * len(session.drawn), shown=len(pictures))
+        observation = Code.content(
+            text, ["<image>"] * len(session.drawn), num_pictures=len(pictures)
+        )
         turn = f"{sentence}\n<code>\n```python\n{code}\n```\n</code>"
         messages.append({"role": "assistant", "content": turn})
         messages.append({"role": "user", "content": "".join(observation)})

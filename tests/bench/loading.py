@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from common.distributed import gather_objects, init_world, make_mesh, run, wrap_model
-from common.files import refuse
 from common.flags import Machine
 from common.hub import resolve_model
 from common.models import Policy, check_model, load_policy
@@ -192,7 +191,8 @@ def main(args: Args) -> None:
                 print(*rows[-1], flush=True)
     print()
     table(*rows)
-    refuse(bool(above), f"above the bound: {', '.join(above)}")
+    if above:
+        raise SystemExit(f"above the bound: {', '.join(above)}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from PIL import Image
 from vl import QWEN_VL, picture, write_tiny_vl
 
 from common.data.prompts import PromptData
-from common.data.render import row_tools, unheeded
+from common.data.render import ignored_request, row_tools
 from common.pictures import PixelLimits
 from common.types import Tool
 from common.vision import load_vision
@@ -164,7 +164,7 @@ def test_pictures_that_the_prompt_does_not_show_go_to_the_interpreter(media, vis
     assert "<|video_pad|>" not in text
     with pytest.raises(ValueError, match="tools_kwargs names python, which --tools does not offer"):
         load(media, vision, tools={"other": PYTHON["python"]})
-    assert "no --tools are given" in unheeded(data.record(1), {}, "none")
+    assert "no --tools are given" in ignored_request(data.record(1), {}, "none")
 
 
 @pytest.mark.parametrize("file", ["out.parquet", "rows.json"])
@@ -218,8 +218,8 @@ def test_the_same_rows_are_read_directly(media, vision):
     assert len(data[0].media) == 1
     assert given[2] == {"video_clue_0": {"kind": "file", "frames": [b"any"]}}
     assert given[3] == {"video_clue_0": {"kind": "video", "frames": [frame]}}
-    assert "no --tools are given" in unheeded(rows[1], {}, "none")
-    assert not unheeded(rows[0], {}, "none")
+    assert "no --tools are given" in ignored_request(rows[1], {}, "none")
+    assert not ignored_request(rows[0], {}, "none")
     rows[1]["mm_hint"]["hint_path"] = "gone.png"
     (media / "rows.json").write_text(json.dumps(rows))
     with pytest.raises(ValueError, match=r"(?s)1 unusable rows.*row 1: cannot open .*gone\.png"):

@@ -15,7 +15,7 @@ from torch import nn
 from common import shards
 from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
-from common.distributed import World, init_world, make_mesh, run, whole, wrap_model
+from common.distributed import World, gathered, init_world, make_mesh, run, wrap_model
 from common.flags import Machine
 from common.hub import FOLDERS
 from common.models import load_policy
@@ -68,7 +68,7 @@ def hashes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, s
             tensors[f"{name}.{key}"] = tensor
     hashes = {}
     for name, tensor in tensors.items():
-        data = whole(tensor).detach().contiguous().numpy().tobytes()
+        data = gathered(tensor).detach().contiguous().numpy().tobytes()
         hashes[name] = f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
     return hashes
 
