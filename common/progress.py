@@ -24,7 +24,7 @@ class Progress:
     """
 
     loops: ClassVar[dict[str, "Progress"]] = {}  # under way, the outermost first
-    said: ClassVar[float] = time.monotonic()  # when the last line was printed
+    last_print: ClassVar[float] = time.monotonic()  # when the last line was printed
 
     def __init__(self, label: str, items: Iterable | int, first: float = EVERY):
         self.label = label

@@ -135,7 +135,7 @@ FINISH_REASONS = {
     "max_images": "--max-images: a tool returned more",
     "max_tool_errors": "--max-tool-errors",
     "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
-    "tool_failed": "through our fault: a tool's `trusted`, an environment, no worker; not trained on",
+    "tool_failed": "no fault of the policy (trusted tool, environment, no worker): not trained on",
     "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
 }
 

@@ -106,9 +106,9 @@ class Protocol:
     def observation(self, parts: Sequence[str | Media], role: str, num_pictures: int = 0) -> str:
         """The text between an end-of-turn token and the next turn: a message of `role`.
 
-        parts: texts and pictures; a picture becomes one placeholder. num_pictures: those before these.
-        ValueError if the chat template refuses the role, or ends the assistant's turns in another
-        way.
+        parts: texts and pictures; a picture becomes one placeholder. num_pictures: how many stand
+        before these. ValueError if the chat template refuses the role, or ends the assistant's
+        turns in another way.
         """
         content = []
         for part in parts:
@@ -223,7 +223,7 @@ class Code(Protocol):
 
     @staticmethod
     def content(text: str, pictures: Sequence, num_pictures: int) -> list:
-        """The parts of a reply: the printed text, and the figures, numbered from `num_pictures` on."""
+        """The parts of a reply: the printed text, and the figures, numbered from `num_pictures`."""
         if not pictures:
             return [f"{BEGIN}\nText Result:\n{text}{END}"]
         parts = [f"{BEGIN}Text Result:\n{text}\nImage Result:\n"]

@@ -21,7 +21,7 @@ NO_WORKER = "no worker starts"  # how the error of a job begins that no process 
 
 
 class Pool:
-    """At most `max_workers` workers that turn jobs into replies, `at_once` of them at the same time.
+    """At most `max_workers` workers that turn jobs into replies, `at_once` of them at a time.
 
     The first is started by the constructor, which raises a ValueError if it does not start; the
     others when there is a job for them. Jobs with the same `home` go to the same worker, which may
