@@ -14,7 +14,6 @@ from common.distributed import handle_signals
 from common.ending import at_end, reached
 from common.files import jsonable
 from common.job import Job
-from common.look.curves import plot_curves
 from common.memory.halving import remembered_budget
 from common.progress import Progress, duration, say
 from common.trackers import Trackers
@@ -227,7 +226,7 @@ def open_logger(
         changed = changed_flags(job.output_dir, config) if world.is_main else {}
         announce_resume(logger, job.checkpoint, checkpoints.start, total_steps, changed)
     if world.is_main:
-        at_end.callback(plot_curves, job.output_dir)
+        at_end.callback(draw_curves, job.output_dir)
     handle_signals()
     budget = remembered_budget(job.output_dir, job.micro_batch_tokens)
     if budget < job.micro_batch_tokens:
@@ -237,6 +236,12 @@ def open_logger(
         )
     checkpoints.warn_if_large()
     return logger
+
+
+def draw_curves(run_dir: Path) -> None:
+    from common.look.curves import plot_curves  # not before the run has something to draw
+
+    plot_curves(run_dir)
 
 
 def announce_resume(

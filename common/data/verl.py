@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from common.data import visual_qa
 from common.data.render import bare_text
 from common.data.rows import JSON_LINE, records
 
@@ -38,8 +37,11 @@ def to_verl(
         columns = next(records(table), REQUIRED)
         if isinstance(columns, str):
             return table  # a first line that is no JSON object is reported as a bad row
-    if set(columns) >= visual_qa.COLUMNS and not set(columns) >= set(REQUIRED):
-        return visual_qa.to_verl(table, path, media_root, with_tools)
+    if not set(columns) >= set(REQUIRED):
+        from common.data import visual_qa
+
+        if set(columns) >= visual_qa.COLUMNS:
+            return visual_qa.to_verl(table, path, media_root, with_tools)
     missing = []
     for name in REQUIRED:
         if name not in columns and (needs_truth or name != "reward_model"):

@@ -17,7 +17,6 @@ from math import fsum, inf, isnan, nan
 
 from common.ending import sign_of_life
 from common.progress import Progress
-from common.rewards import countdown, geometry, math, visual_qa
 from common.types import Episode, Row
 from common.workers.pool import Pool, load_function
 from common.workers.process import Worker, describe
@@ -31,21 +30,25 @@ SLACK_S = 10.0  # of a batch beyond the deadline of its calls
 MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
 
 
-def with_signature(scorer: Callable[..., dict]) -> RewardFunction:
-    """A scorer of (response, ground truth) with verl's signature."""
+def built_in(module: str, name: str, *imports: str) -> RewardFunction:
+    """The scorer `name` of common.rewards.MODULE, of (response, ground truth), with verl's
+    signature. It is imported by its first call; imports: what that call then imports."""
+    module = f"common.rewards.{module}"
 
     def reward(data_source, solution_str, ground_truth, extra_info=None) -> dict:
+        scorer = getattr(importlib.import_module(module), name)
         return scorer(solution_str, ground_truth)
 
+    reward.modules = (module, *imports)
     return reward
 
 
-countdown_reward = with_signature(countdown.score)
-gsm8k_reward = with_signature(math.score_gsm8k)
-boxed_reward = with_signature(math.score_boxed)
-dapo_reward = with_signature(math.score_dapo)
-geo3k_reward = with_signature(geometry.score_geo3k)
-visual_qa_reward = with_signature(visual_qa.score_visual_qa)
+countdown_reward = built_in("countdown", "score")
+gsm8k_reward = built_in("math", "score_gsm8k")
+boxed_reward = built_in("math", "score_boxed", "sympy")
+dapo_reward = built_in("math", "score_dapo")
+geo3k_reward = built_in("geometry", "score_geo3k", "sympy")
+visual_qa_reward = built_in("visual_qa", "score_visual_qa", "sympy")
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
@@ -65,9 +68,6 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "hiyouga/geometry3k": geo3k_reward,
     "*geo3k*": geo3k_reward,
 }
-
-WITHOUT_IMPORTS = {countdown_reward, gsm8k_reward, dapo_reward}
-SYMBOLIC = "sympy"  # what the others import, for seconds
 
 
 def reward_function(data_source: str) -> RewardFunction:
@@ -153,12 +153,15 @@ class RewardWorkers(Pool):
         memory_gib: float = 4.0,
         sources=(),
     ):
-        functions = {reward_function(source) for source in sorted(sources)}
-        built_in = SYMBOLIC if functions - WITHOUT_IMPORTS else ""
+        modules: set[str] = set()
+        for source in sorted(sources):
+            modules.update(reward_function(source).modules)
         self.worker_timeout_s = timeout_s
 
         def new_worker() -> Worker:
-            return Worker(make_scorer, function_spec or built_in, self.worker_timeout_s, memory_gib)
+            make = make_scorer if function_spec else make_built_in_scorer
+            spec = function_spec or ",".join(sorted(modules))
+            return Worker(make, spec, self.worker_timeout_s, memory_gib)
 
         super().__init__("a reward worker did not start", new_worker, workers)
         self.own_function = bool(function_spec)
@@ -275,11 +278,15 @@ def deadline_of(function: RewardFunction | None) -> float | None:
 
 
 def make_scorer(function_spec: str) -> Scorer:
-    if function_spec in ("", SYMBOLIC):
-        if function_spec:
-            importlib.import_module(function_spec)
-        return Scorer(None)
     return Scorer(load_function(function_spec, "--reward-function"))
+
+
+def make_built_in_scorer(modules: str) -> Scorer:
+    """modules: what the functions need, separated by commas."""
+    for module in modules.split(","):
+        if module:
+            importlib.import_module(module)
+    return Scorer(None)
 
 
 async def score_together(
