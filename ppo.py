@@ -767,12 +767,8 @@ def main(args: Args, demo: bool = False) -> None:
         tokens.returns = returns.to(device)
         tokens.advantages = advantages.to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            rollouts.dump(
-                step + 1,
-                sampled,
-                episodes,
-                (index.sums(advantages) / index.lengths.clamp(min=1)).tolist(),
-            )
+            mean_advantages = index.sums(advantages) / index.lengths.clamp(min=1)  # [E]
+            rollouts.dump(step + 1, sampled, episodes, mean_advantages.tolist(), packer.budget)
 
         decay = partial(
             lr_factor,

@@ -1,7 +1,6 @@
 """curiosity_rl.py as its users run it, on the embedded vision policy: real torchrun ranks, real
 vLLM, real crops."""
 
-import json
 
 import pyarrow.parquet as pq
 import pytest
@@ -55,7 +54,7 @@ def test_the_demo_looks_and_is_rewarded(whole):
         for row in rows_of(whole, step):
             groups.setdefault(row["prompt_index"], []).append(row)
         for group in groups.values():
-            scores = [json.loads(row["rewards"])["score"] for row in group]
+            scores = [row["score"] for row in group]
             equal = len(set(scores)) == 1
             assert [row["advantage"] is None for row in group] == [equal] * len(group), "the filter"
             mean = sum(scores) / len(group)

@@ -275,7 +275,7 @@ def test_a_long_look_tells_how_far_it_is(tmp_path, tokenizer, monkeypatch, capsy
         return now[0]
 
     monkeypatch.setattr("common.progress.time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(Progress, "said", -100.0)
+    monkeypatch.setattr(Progress, "last_print", -100.0)
     # after 4 s and 1,024 rows each 2 s later
     load(write(tmp_path / "a.jsonl", [row()] * 4096), tokenizer)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("...")]

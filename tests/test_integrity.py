@@ -423,7 +423,7 @@ def test_a_lock_that_its_run_gives_up_meanwhile_is_free(tmp_path, monkeypatch):
             path.unlink(missing_ok=True)
         return beat
 
-    monkeypatch.setattr(files, "modified", modified)
+    monkeypatch.setattr(files, "modified_at", modified)
     assert lock_folder(tmp_path).is_lock_held_by_us
 
 

@@ -24,7 +24,7 @@ def clock(monkeypatch):
     """A clock to be set: clock[0] is the time."""
     now = [1000.0]
     monkeypatch.setattr("common.progress.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(Progress, "said", 0.0)
+    monkeypatch.setattr(Progress, "last_print", 0.0)
     monkeypatch.setenv("RANK", "0")
     return now
 

@@ -127,10 +127,12 @@ def test_programs_are_run_rewarded_and_trained_on(whole):
         trained = {row["prompt_index"] for row in rows if row["advantage"] is not None}
         assert len(trained) <= 4 < len({row["prompt_index"] for row in rows}) and len(rows) % 4 == 0
         for row in rows:
-            calls, rewards = json.loads(row["calls"]), json.loads(row["rewards"])
+            calls = json.loads(row["calls"])
+            tool_bonus = json.loads(row["terms"])["tool_bonus"]
             useful = sum(call["info"]["acted"] for call in calls)
-            right = rewards["score"] - rewards["tool_bonus"] == 1.0
-            assert rewards["tool_bonus"] == pytest.approx(0.1 * useful * right)
+            is_right = json.loads(row["rewards"])["score"] == 1.0
+            assert tool_bonus == pytest.approx(0.1 * useful * is_right)
+            assert row["score"] == pytest.approx(is_right + tool_bonus)
             for call in calls:
                 assert "code" in call["arguments"] and call["error"] == (
                     "Execution error" in call["text"]

@@ -443,8 +443,8 @@ def test_what_built_in_functions_import_is_no_part_of_the_deadline(sources, befo
     pool = RewardWorkers(None, 1, timeout_s=60, sources=sources)
     pool.close()
     *_, given = pool.workers[0].arguments
-    program = f"import sys; from common.rewards import make_scorer as make; make({given!r}); "
-    program += "print('sympy' in sys.modules)"
+    program = "import sys; from common.rewards import make_built_in_scorer; "
+    program += f"make_built_in_scorer({given!r}); print('sympy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == f"{before}\n", done.stderr
 

@@ -629,9 +629,9 @@ def test_a_call_that_hangs_crashes_or_eats_memory_is_told_to_the_policy(own_tool
     assert "Error: the worker died (exit code 3)" in tokenizer.decode(episodes[1].response_ids)
 
 
-def test_a_tool_that_is_ours_costs_its_sample_when_it_crashes(own_tools, monkeypatch):
+def test_a_trusted_tool_costs_its_sample_when_it_crashes(own_tools, monkeypatch):
     tokenizer = build_tokenizer()
-    monkeypatch.setattr(own_tools.tools["crash"], "ours", True)
+    monkeypatch.setattr(own_tools.tools["crash"], "trusted", True)
     (episode,), _ = run(
         [[own_call("crash")]], Turns(tokenizer, own_tools), row(tokenizer, tools=("crash",))
     )
