@@ -3,17 +3,17 @@
 A vision-language policy may look closer (crop an image, pick frames of a video) before it answers
 in \\boxed{}. At first looking may pay less than guessing, and plain GRPO unlearns it. A bonus for
 trajectories that look, while few of their group do, keeps it alive until it pays. The reward is
-headed "new to curiosity"; of grpo.py's objectives there is the clipped loss, without KL,
-corrections, dual clip and entropy.
+what is new here (below "new to curiosity"). Of grpo.py's objective the clipped loss alone is left:
+no KL, corrections, dual clip or entropy bonus.
 
 Where this differs from the released code:
 
-1. The paper's bonus by default; the code's variant by name. Correctness is 0 or 1 and what is
-   unparsable scores 0.
-2. What was sampled is trained on: token ids from the engine, M-RoPE positions, crops from the
+1. The bonus is the paper's by default, and its code's with --curiosity repo. Correctness is 0 or 1;
+   an answer that cannot be parsed scores 0.
+2. Training uses what was sampled: token ids from the engine, M-RoPE positions, crops of the
    original picture.
-3. One denominator, as in grpo.py; the constant divisor by flag. No clamp hides a loss that
-   explodes.
+3. One denominator, as in grpo.py; --reduction dr_grpo divides by a constant. The loss is not
+   clamped, only the log of the ratio, to [-20, 20].
 4. Groups of equal rewards are left out of the update: their advantages are 0, and they only
    dilute the mean. The replay of earlier samples, which the release switches off, is left out.
 
@@ -149,38 +149,37 @@ DEMO = Args(
 def curiosity_terms(
     variant: str,
     calls: int,
-    rapr: float,
+    share_looking: float,
     is_video: bool,
     alpha: float,
     target: float,
     penalty: float,
-    free: int,
+    free_calls: int,
 ) -> tuple[float, float]:
-    """(bonus, cost) of a trajectory with so many calls; rapr is the share of its group that looks,
-    H the target.
+    """(bonus, cost) to add to the score of a trajectory with so many calls; the cost is <= 0.
 
-    paper (arXiv 2505.15966 eq. 3): alpha * max(H - rapr, 0) if it looks; penalty * min(free -
-    calls, 0). repo: the bonus divided by 4 rapr for images, 3 rapr for videos. Both hold whether
-    the answer is right or not.
+    share_looking: share of its group that looks (RaPR). paper (arXiv 2505.15966 eq. 3), if it
+    looks: bonus alpha * max(target - share_looking, 0), cost penalty * min(free_calls - calls, 0).
+    repo: the bonus divided by 4 share_looking (images) or 3 share_looking (videos). A wrong answer
+    gets both, too.
     """
     if variant == "none" or not calls:
         return 0.0, 0.0
-    bonus = alpha * max(target - rapr, 0.0)
+    bonus = alpha * max(target - share_looking, 0.0)
     if variant == "repo":
-        bonus /= (3 if is_video else 4) * rapr
-    return bonus, penalty * min(free - calls, 0)
+        bonus /= (3 if is_video else 4) * share_looking
+    return bonus, penalty * min(free_calls - calls, 0)
 
 
 def num_calls(episode: Episode) -> int:
-    """Attempted calls of a trajectory: failed ones count, and so does the one that --max-turns
-    refused."""
+    """Calls that a trajectory attempted, with those that failed and one cut off by --max-turns."""
     return len(episode.calls) + (episode.finish_reason == "max_turns")
 
 
-def shape_rewards(episodes: list[Episode], args: Args) -> None:
-    """Add bonus, cost and the rewards of turns to the scores of whole groups, in place.
+def add_curiosity(episodes: list[Episode], args: Args) -> None:
+    """Make each score correctness + bonus + cost + rewards of turns, in place, for whole groups.
 
-    A score counts as the paper's correctness, cut to [0, 1].
+    The correctness is the score that came in, cut to [0, 1].
     """
     for group in by_prompt(episodes).values():
         num_looking = sum(num_calls(episode) > 0 for episode in group)
@@ -188,12 +187,12 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
             bonus, cost = curiosity_terms(
                 args.curiosity,
                 calls=num_calls(episode),
-                rapr=num_looking / len(group),
+                share_looking=num_looking / len(group),
                 is_video=any(media.kind == "video" for media in episode.media),
                 alpha=args.curiosity_alpha,
                 target=args.curiosity_target,
                 penalty=args.call_penalty,
-                free=args.free_calls,
+                free_calls=args.free_calls,
             )
             episode.terms = {"curiosity": bonus, "call_cost": cost}
             correctness = min(max(episode.score, 0.0), 1.0)
@@ -201,22 +200,13 @@ def shape_rewards(episodes: list[Episode], args: Args) -> None:
             episode.score = correctness + bonus + cost + turn_rewards
 
 
-def unequal_groups(episodes: list[Episode]) -> list[Episode]:
-    """Those whose group has more than one score: the others would get advantage 0."""
+def of_unequal_groups(episodes: list[Episode]) -> list[Episode]:
+    """The episodes of groups whose scores differ: those of the others would get advantage 0."""
     kept = []
     for group in by_prompt(episodes).values():
         if len({episode.score for episode in group}) > 1:
             kept += group
     return kept
-
-
-def select(sampled: list[Episode], args: Args) -> list[Episode]:
-    """The episodes of a step to train on: scored, with bonus and cost, of groups whose scores
-    differ."""
-    # scoring the others has failed
-    scored = [episode for episode in sampled if math.isfinite(episode.score)]
-    shape_rewards(scored, args)
-    return unequal_groups(scored)
 
 
 def curiosity_means(sampled: list[Episode]) -> Means:
@@ -237,7 +227,7 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores are all
     equal, has advantage 0: there is nothing to compare.
     """
-    # in float32 the mean of eight times 0.1 is not 0.1, and the division blows up the rest
+    # float64: in float32 the mean of eight 0.1 is not 0.1, and a division magnifies the difference
     exact = scores.double()
     advantages = torch.zeros_like(exact)
     for group in groups.unique():
@@ -259,15 +249,16 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
 def clipped_loss(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the
-    time of the rollout.
+    """PPO's loss of each token [N], and whether a clip is active [N]. `ratio` [N]: the token's
+    probability now, divided by that at the time of the rollout.
 
     max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at
     most -A * dual_clip where A < 0 (1912.09729 eq. 5).
     """
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    clipped = -advantages * clipped_ratio > -advantages * ratio
+    loss = -advantages * ratio
+    loss_if_clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped = loss_if_clipped > loss
+    loss = torch.maximum(loss, loss_if_clipped)
     if dual_clip > 0:
         bound = -advantages * dual_clip
         clipped = clipped | ((advantages < 0) & (loss > bound))
@@ -395,24 +386,6 @@ def backward(
     return means
 
 
-def collect(
-    rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0
-) -> list[Episode]:
-    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the
-    first in the step."""
-    # 1. data
-    prompts = rollouts.draw(num_prompts, first)
-
-    # 2. rollout
-    with watch("rollout"):
-        episodes = rollouts.sample(prompts, step, watch)
-
-    # 3. rewards
-    with watch("reward"):
-        rollouts.score(episodes, prompts)
-    return episodes
-
-
 def check_args(args: Args) -> None:
     """Refuse what cannot work, or has no effect, before anything is loaded."""
     check_shared(args.data, args.run, args.rollout)
@@ -522,17 +495,29 @@ def main(args: Args, demo: bool = False) -> None:
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
         else:
+            # 1. data
+            prompts = rollouts.draw(num_prompts)
+
+            # 2. rollout
             with watch("sync"):
                 sync_engine(engine, policy, step)
-            sampled = collect(rollouts, args.rollout.prompts_per_step, step, watch)
+            with watch("rollout"):
+                sampled = rollouts.sample(prompts, step, watch)
+
+            # 3. rewards
+            with watch("reward"):
+                rollouts.score(sampled, prompts)
             engine.sleep()
-            episodes = select(sampled, args)
+            # those whose scoring has not failed
+            scored = [episode for episode in sampled if math.isfinite(episode.score)]
+            add_curiosity(scored, args)
+            episodes = of_unequal_groups(scored)
 
         # 4. update
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        prompts = prompts_of_all_ranks(episodes)
-        split = split_minibatches(episodes, prompts, args.minibatches, args.run.seed, step)
+        trained_prompts = prompts_of_all_ranks(episodes)
+        split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
         minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward
@@ -586,18 +571,18 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        stop = stop_requested() or unscored.too_many  # during the evaluation, too
-        # before the checkpoint: a step that a resume skips is a step on record
+        exit_code = stop_requested()  # after the evaluation: a signal may have come in it
+        # logged before it is saved: a step that a resume skips is a step on record
         logger.log(step + 1, metrics)
-        if not args.rollout.replay and (
-            last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))
-        ):
-            checkpoints.save(step + 1, metrics.get("eval/accuracy"))
+        accuracy = metrics.get("eval/accuracy")
+        ends = last or exit_code > 0 or unscored.too_many
+        if not args.rollout.replay and (ends or checkpoints.due(step + 1, accuracy)):
+            checkpoints.save(step + 1, accuracy)
         if unscored.too_many:
             unscored.end_run(step + 1)
-        if stop and not last:
+        if exit_code and not last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(stop)  # as a process ended by that signal
+            raise SystemExit(exit_code)  # that of a process which the signal has ended
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

@@ -89,7 +89,7 @@ from common.types import Episode, by_prompt
 
 @dataclass
 class Args:
-    """GRPO's objective and its optimizer. What scripts share comes in groups: common/flags.py."""
+    """GRPO's objective and its optimizer. Flags that scripts share come in groups: common/flags.py."""
 
     # what is clipped: a token's ratio, its sequence's, its weight
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
@@ -195,7 +195,7 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores are all
     equal, has advantage 0: there is nothing to compare.
     """
-    # in float32 the mean of eight times 0.1 is not 0.1, and the division blows up the rest
+    # float64: in float32 the mean of eight 0.1 is not 0.1, and a division magnifies the difference
     exact = scores.double()
     advantages = torch.zeros_like(exact)
     for group in groups.unique():
@@ -225,15 +225,16 @@ def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
 def clipped_loss(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the
-    time of the rollout.
+    """PPO's loss of each token [N], and whether a clip is active [N]. `ratio` [N]: the token's
+    probability now, divided by that at the time of the rollout.
 
     max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at
     most -A * dual_clip where A < 0 (1912.09729 eq. 5).
     """
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    clipped = -advantages * clipped_ratio > -advantages * ratio
+    loss = -advantages * ratio
+    loss_if_clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped = loss_if_clipped > loss
+    loss = torch.maximum(loss, loss_if_clipped)
     if dual_clip > 0:
         bound = -advantages * dual_clip
         clipped = clipped | ((advantages < 0) & (loss > bound))
@@ -696,8 +697,8 @@ def main(args: Args, demo: bool = False) -> None:
         # 4. update
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        prompts = prompts_of_all_ranks(episodes)
-        split = split_minibatches(episodes, prompts, args.minibatches, args.run.seed, step)
+        trained_prompts = prompts_of_all_ranks(episodes)
+        split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
         minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward, if nothing
@@ -770,18 +771,18 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        stop = stop_requested() or unscored.too_many  # during the evaluation, too
-        # before the checkpoint: a step that a resume skips is a step on record
+        exit_code = stop_requested()  # after the evaluation: a signal may have come in it
+        # logged before it is saved: a step that a resume skips is a step on record
         logger.log(step + 1, metrics)
-        if not args.rollout.replay and (
-            last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))
-        ):
-            checkpoints.save(step + 1, metrics.get("eval/accuracy"))
+        accuracy = metrics.get("eval/accuracy")
+        ends = last or exit_code > 0 or unscored.too_many
+        if not args.rollout.replay and (ends or checkpoints.due(step + 1, accuracy)):
+            checkpoints.save(step + 1, accuracy)
         if unscored.too_many:
             unscored.end_run(step + 1)
-        if stop and not last:
+        if exit_code and not last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(stop)  # as a process ended by that signal
+            raise SystemExit(exit_code)  # that of a process which the signal has ended
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

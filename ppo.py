@@ -7,15 +7,16 @@ every token; a token becomes more likely if the outcome is better than predicted
 Where this differs from the papers and from most implementations:
 
 1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages are the
-   returns, not the noise of a random head. --critic-warmup-steps trains it alone, on returns of the
-   policy as it was.
+   returns, not the noise of a random head. --critic-warmup-steps first trains the critic alone, on
+   the initial policy's returns.
 2. One denominator for both losses, of the whole optimizer step: gradients do not depend on how a
    batch is split.
 3. Advantages are whitened over all trained tokens of the step on all ranks, after the returns
    have been taken.
-4. Tokens that the policy did not sample have no value, no reward and no place in the trace: it
-   passes over them.
-What stands in grpo.py too is the same there, word for word.
+4. Only sampled tokens have values and rewards; GAE runs over them as if observations between them
+   were not there.
+
+Functions that grpo.py has, too, are the same there, word for word.
 
     torchrun --nproc_per_node 2 ppo.py    # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 2 ppo.py --model Qwen/Qwen2.5-3B \\
@@ -193,16 +194,16 @@ def shaped_scores(
 def token_rewards(
     scores: Tensor, index: TokenIndex, episodes: list[Episode] | tuple = ()
 ) -> Tensor:
-    """Rewards [T]: the score [E] at the last trained token of its episode, a turn's at its last
-    one, 0 elsewhere."""
+    """Rewards [T]: the score [E] at the last trained token of an episode; what an environment gave
+    for a turn, at the turn's last token; 0 elsewhere."""
     rewards = torch.zeros(len(index))
-    is_trained = index.lengths > 0
-    rewards[index.offsets[1:][is_trained] - 1] = scores[is_trained].float()
+    has_tokens = index.lengths > 0
+    last_tokens = index.offsets[1:][has_tokens] - 1
+    rewards[last_tokens] = scores[has_tokens].float()
     for i, episode in enumerate(episodes):
-        if is_trained[i]:
-            # of an environment, after so many sampled tokens
-            for num_tokens, reward in episode.turn_rewards:
-                rewards[index.offsets[i] + num_tokens - 1] += reward
+        if has_tokens[i]:
+            for num_sampled, reward in episode.turn_rewards:
+                rewards[index.offsets[i] + num_sampled - 1] += reward
     return rewards
 
 
@@ -242,9 +243,10 @@ def whitened(values: Tensor) -> Tensor:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """max((V - R)^2, (clip(V) - R)^2) / 2 per token [N], V at most `clip` from its old value, and
-    whether that counts; clip 0: (V - R)^2 / 2. The critic's counterpart of the clipped surrogate,
-    from the code of arXiv 1707.06347.
+    """Loss of each value [N], and whether its clip is active [N].
+
+    (V - R)^2 / 2; with a clip above 0 at least (clip(V) - R)^2 / 2, where clip(V) is V limited to
+    `clip` around its old value (from the code of arXiv 1707.06347).
     """
     error = (values - returns).square()
     if not clip:
@@ -265,15 +267,16 @@ def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
 def clipped_loss(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss of each token [N], and whether a clip is active [N]; `ratio` [N] is p / p at the
-    time of the rollout.
+    """PPO's loss of each token [N], and whether a clip is active [N]. `ratio` [N]: the token's
+    probability now, divided by that at the time of the rollout.
 
     max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at
     most -A * dual_clip where A < 0 (1912.09729 eq. 5).
     """
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    clipped = -advantages * clipped_ratio > -advantages * ratio
+    loss = -advantages * ratio
+    loss_if_clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped = loss_if_clipped > loss
+    loss = torch.maximum(loss, loss_if_clipped)
     if dual_clip > 0:
         bound = -advantages * dual_clip
         clipped = clipped | ((advantages < 0) & (loss > bound))
@@ -508,35 +511,16 @@ def critic_backward(
     return means
 
 
-def estimate(
+def returns_and_advantages(
     rewards: Tensor, values: Tensor, index: TokenIndex, args: Args
 ) -> tuple[Tensor, Tensor]:
-    """Returns [T], the critic's targets, and whitened advantages [T], from rewards and values [T].
-    All ranks call it.
+    """The critic's targets [T] and the policy's whitened advantages [T]. All ranks call it.
 
-    The targets are the plain discounted returns: with a lambda of 1 the values cancel out.
+    With lambda 1 the values cancel out of values + advantages: these are the discounted returns.
     """
     returns = values + gae(rewards, values, index, args.gamma, 1.0)
     advantages = gae(rewards, values, index, args.gamma, args.gae_lambda)
     return returns, whitened(advantages)
-
-
-def collect(
-    rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0
-) -> list[Episode]:
-    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the
-    first in the step."""
-    # 1. data
-    prompts = rollouts.draw(num_prompts, first)
-
-    # 2. rollout
-    with watch("rollout"):
-        episodes = rollouts.sample(prompts, step, watch)
-
-    # 3. rewards
-    with watch("reward"):
-        rollouts.score(episodes, prompts)
-    return episodes
 
 
 def check_args(args: Args) -> None:
@@ -562,7 +546,7 @@ def check_args(args: Args) -> None:
         )
     if args.overlong_buffer >= args.rollout.max_response_tokens:
         raise SystemExit("--overlong-buffer: below --max-response-tokens")
-    refuse_lonely_critic(args, args.run.total_steps)
+    check_critic_warmup(args, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     training = not args.rollout.eval_only
@@ -586,18 +570,18 @@ def check_args(args: Args) -> None:
         )
 
 
-def refuse_lonely_critic(args: Args, total_steps: int | None) -> None:
-    """SystemExit if the critic's warm-up leaves no step for the policy; None: not known so far."""
+def check_critic_warmup(args: Args, total_steps: int | None) -> None:
+    """SystemExit if the critic's warm-up takes all steps. total_steps: None if not known yet."""
     if total_steps is None or args.rollout.eval_only:
         return
     if args.critic_warmup_steps >= total_steps:
         raise SystemExit(
-            f"--critic-warmup-steps {args.critic_warmup_steps} of {total_steps}: none for the "
-            "policy"
+            f"--critic-warmup-steps {args.critic_warmup_steps} of {total_steps}: none is left for "
+            "the policy"
         )
 
 
-def open_critic_folder(job: Job, name: str | None) -> str:
+def resolve_critic(job: Job, name: str | None) -> str:
     """Folder of the critic's backbone, the policy's if no other is named. SystemExit if it does
     not read what the policy reads."""
     if name is None:
@@ -611,13 +595,13 @@ def open_critic_folder(job: Job, name: str | None) -> str:
     if tokenizer.get_vocab() != job.tokenizer.get_vocab():
         raise SystemExit(f"--critic-model {name}: another tokenizer")
     if (vision is None) != (job.vision is None):
-        raise SystemExit(f"--critic-model {name}: of policy and critic one cannot see")
+        raise SystemExit(f"--critic-model {name}: only one of policy and critic reads pictures")
     if folder != job.path:
         job.check_weights(folder, "--critic-model", headless=True)
     return folder
 
 
-def open_reward_folder(args: Args) -> str | None:
+def resolve_reward_model(args: Args) -> str | None:
     """Folder of the reward model; None without one, or if its scores are replayed."""
     if args.reward_model is None or args.rollout.replay:
         return None
@@ -642,8 +626,8 @@ def main(args: Args, demo: bool = False) -> None:
     has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
     frozen = [job.path] if has_kl and training else []
     check_rollout(job, args.rollout)
-    critic_folder = open_critic_folder(job, args.critic_model)
-    reward_folder = open_reward_folder(args)
+    critic_folder = resolve_critic(job, args.critic_model)
+    reward_folder = resolve_reward_model(args)
     data_folder = job.output_dir / "data"
     data = with_embedded_data(
         args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
@@ -655,7 +639,7 @@ def main(args: Args, demo: bool = False) -> None:
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
-    refuse_lonely_critic(args, total_steps)  # which the data may decide
+    check_critic_warmup(args, total_steps)  # again: the data have settled --total-epochs
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,
@@ -725,11 +709,20 @@ def main(args: Args, demo: bool = False) -> None:
                 args.rollout.replay, step + 1, world, job.limits, args.reward_model
             )
         else:
+            # 1. data
+            prompts = rollouts.draw(num_prompts)
+
+            # 2. rollout
             with watch("sync"):
                 sync_engine(engine, policy, step)
-            sampled = collect(rollouts, args.rollout.prompts_per_step, step, watch)
+            with watch("rollout"):
+                sampled = rollouts.sample(prompts, step, watch)
+
+            # 3. rewards
+            with watch("reward"):
+                rollouts.score(sampled, prompts)
             engine.sleep()
-            # scoring the others has failed
+            # those whose scoring has not failed
             episodes = [episode for episode in sampled if math.isfinite(episode.score)]
         if args.mask_truncated:
             for episode in episodes:
@@ -739,8 +732,8 @@ def main(args: Args, demo: bool = False) -> None:
         # 4. update
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        prompts = prompts_of_all_ranks(episodes)
-        split = split_minibatches(episodes, prompts, args.minibatches, args.run.seed, step)
+        trained_prompts = prompts_of_all_ranks(episodes)
+        split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
         minibatches = packer.minibatches(episodes, index, split)
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
@@ -763,7 +756,8 @@ def main(args: Args, demo: bool = False) -> None:
                 tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1"
             ).cpu()
             rewards = rewards - args.kl_reward_coef * kl
-        returns, advantages = estimate(rewards, tokens.values.cpu(), index, args)  # [T], [T]
+        values = tokens.values.cpu()
+        returns, advantages = returns_and_advantages(rewards, values, index, args)  # [T], [T]
         tokens.returns = returns.to(device)
         tokens.advantages = advantages.to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
@@ -782,7 +776,8 @@ def main(args: Args, demo: bool = False) -> None:
         lr = args.learning_rate * decay(policy_step, total_steps - args.critic_warmup_steps)
         means = Means()
         with watch("update"):
-            for minibatch in Progress("critic update", minibatches * args.epochs_per_step):
+            epochs = range(args.epochs_per_step)
+            for _, minibatch in Progress("critic update", product(epochs, minibatches)):
                 update_means = packer.attempt(
                     critic_backward,
                     critic,
@@ -797,8 +792,8 @@ def main(args: Args, demo: bool = False) -> None:
             if warming_up and minibatches:
                 gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
                 means.add("policy/rollout_logprob_gap", gap)
-            epochs = 0 if warming_up else args.epochs_per_step
-            for epoch, minibatch in Progress("update", product(range(epochs), minibatches)):
+            policy_epochs = [] if warming_up else epochs
+            for epoch, minibatch in Progress("update", product(policy_epochs, minibatches)):
                 # the weights are still the engine's
                 on_policy = epoch == 0 and minibatch is minibatches[0]
                 update_means = packer.attempt(
@@ -840,18 +835,18 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        stop = stop_requested() or unscored.too_many  # during the evaluation, too
-        # before the checkpoint: a step that a resume skips is a step on record
+        exit_code = stop_requested()  # after the evaluation: a signal may have come in it
+        # logged before it is saved: a step that a resume skips is a step on record
         logger.log(step + 1, metrics)
-        if not args.rollout.replay and (
-            last or stop or checkpoints.due(step + 1, metrics.get("eval/accuracy"))
-        ):
-            checkpoints.save(step + 1, metrics.get("eval/accuracy"))
+        accuracy = metrics.get("eval/accuracy")
+        ends = last or exit_code > 0 or unscored.too_many
+        if not args.rollout.replay and (ends or checkpoints.due(step + 1, accuracy)):
+            checkpoints.save(step + 1, accuracy)
         if unscored.too_many:
             unscored.end_run(step + 1)
-        if stop and not last:
+        if exit_code and not last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(stop)  # as a process ended by that signal
+            raise SystemExit(exit_code)  # that of a process which the signal has ended
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

@@ -4,8 +4,8 @@ What this does that others do not:
 
 1. One denominator: the loss is the mean over all trained tokens of the global batch, whatever
    the number of ranks, the micro-batches and the packing (a test compares gradients).
-2. Masks follow the rule "said by the assistant", the end-of-turn token included: never headers,
-   other roles, pictures.
+2. Only what the assistant says and its end-of-turn token are trained on: never headers, other
+   roles, pictures.
 3. A [tokens, vocabulary] tensor never exists: log-probs come from hidden states in chunks, of
    trained tokens only.
 4. Conversations with and without pictures share micro-batches, and go to the ranks by their cost.
@@ -93,7 +93,8 @@ DEMO = Args(
 
 
 def cross_entropy(logprobs: Tensor, num_loss_tokens: float, world_size: int) -> Tensor:
-    """Mean of -log p over all trained tokens of the global batch, of which [N] are here.
+    """This micro-batch's part (its N tokens) of the mean of -log p over the trained tokens of the
+    global batch.
 
     FSDP2 and DDP average gradients over ranks: hence the factor `world_size`.
     """
@@ -116,6 +117,12 @@ def backward(
     return means
 
 
+def one_minibatch(packer: Packer, episodes: list[Episode]) -> list[Minibatch]:
+    """All episodes as one minibatch; [] if no token is trained on."""
+    all_episodes = list(range(len(episodes)))
+    return packer.minibatches(episodes, TokenIndex(episodes), [all_episodes])
+
+
 @torch.no_grad()
 def evaluate(
     policy: torch.nn.Module, data: Conversations, rows: list[int], args: Args, packer: Packer
@@ -123,7 +130,7 @@ def evaluate(
     """eval/loss (nats a token) and eval/token_accuracy: how often the right token is the most
     likely one."""
     means = Means()
-    # that many rows' pictures in memory
+    # in parts: the pictures of so many rows are in memory at a time
     for start in Progress("evaluation", range(0, len(rows), args.batch_size)):
         episodes = episodes_of(data, rows[start : start + args.batch_size], packer.world)
         minibatches = packer.minibatches(
@@ -142,15 +149,14 @@ def evaluate(
 
 
 def episodes_of(data: Conversations, rows: list[int], world: World) -> list[Episode]:
-    """This rank's share of some rows, by their cost; without those that turn out to be
-    unreadable."""
+    """The episodes of this rank's share of `rows`, balanced by cost, without unreadable ones."""
     rank_rows = balanced(rows, data.costs, world.size)[world.rank]
     return [episode for episode in in_threads(data.episode, rank_rows) if episode]
 
 
 def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:
-    """The rows in `parts` lists of about the same sum of costs, the same on every rank: costly ones
-    go first."""
+    """Split rows into `parts` lists of about equal cost: costliest first, each into the cheapest
+    list so far. The result is the same on every rank."""
     lists: list[list[int]] = [[] for _ in range(parts)]
     loads = [0.0] * parts
     for row in sorted(rows, key=lambda row: (-costs[row], row)):
@@ -168,19 +174,9 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
         data_folder = job.output_dir / "data"
         train_files, held_out = embedded_data("tiny", data_folder, job.world, supervised=True)
         eval_files = eval_files or held_out
-    max_tokens = args.max_tokens
-    if max_tokens > job.num_positions:
-        message = (
-            f"--max-tokens {max_tokens}: the model has {job.num_positions:.0f} positions "
-            "(config.json)"
-        )
-        if "--max-tokens" in typed_flags():
-            raise SystemExit(message)
-        say(f"{message}; longer conversations are cut there")
-        max_tokens = int(job.num_positions)
     options = {
         "tokenizer": job.tokenizer,
-        "max_tokens": max_tokens,
+        "max_tokens": usable_max_tokens(args, job),
         "vision": job.vision,
         "media_root": args.data.media_root,
         "bad_rows": args.data.bad_rows,
@@ -198,16 +194,29 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
     return train_data, eval_data
 
 
+def usable_max_tokens(args: Args, job: Job) -> int:
+    """--max-tokens, or what the model's positions leave of its default. SystemExit if a larger
+    number is typed."""
+    if args.max_tokens <= job.num_positions:
+        return args.max_tokens
+    if "--max-tokens" in typed_flags():
+        raise SystemExit(
+            f"--max-tokens {args.max_tokens}: the model has {job.num_positions:.0f} positions "
+            "(config.json)"
+        )
+    return int(job.num_positions)
+
+
 def save_weights(policy: torch.nn.Module, job: Job, step: int, saved: list[Path]) -> None:
-    """A Hugging Face folder; of those that this run has `saved`, --keep-checkpoints stay. All ranks
-    call it."""
+    """Write a Hugging Face folder, and remove the oldest of `saved` if there are more than
+    --keep-checkpoints. All ranks call it."""
     folder = job.output_dir / f"model-step_{step:06d}"
     try:
         export_hugging_face(
             policy, job.tokenizer, folder, job.world, job.compute_dtype, job.run.model
         )
-    except SystemExit as full:  # of the first rank, when all have given it what they hold
-        print(f"warning: {full}; training goes on", flush=True)
+    except SystemExit as error:  # on rank 0 alone, and after the collectives: no rank waits
+        print(f"warning: {error}; training goes on", flush=True)
         return
     saved.append(folder)
     if job.world.is_main and len(saved) > job.run.keep_checkpoints:
@@ -238,16 +247,18 @@ def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     job = Job(Path(__file__).stem, args.data, args.machine, args.run, demo)
     world, output_dir = job.world, job.output_dir
-    from_scratch = demo and args.machine.lora_rank == 0  # adapters lie on trained weights
+    from_scratch = demo and args.machine.lora_rank == 0  # LoRA adapts trained weights
     if not from_scratch:
-        job.check_weights(job.path)  # reading the data may take long
+        job.check_weights(job.path)  # now: reading the data may take long
     train_data, eval_data = read_data(args, job)
     loader = job.open_loader(len(train_data), train_data.fingerprint)
     total_steps = args.run.total_steps
     if total_steps is None:
         total_steps = steps_of(args.run.total_epochs, len(train_data), args.batch_size)
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
-    job.plan_memory(no_rollout(args.max_tokens), trained=[job.path], frozen=[], most_tokens=8192)
+    job.plan_memory(
+        no_rollout(usable_max_tokens(args, job)), trained=[job.path], frozen=[], most_tokens=8192
+    )
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
     policy = job.load_policy(from_scratch=from_scratch)
@@ -314,18 +325,19 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= evaluate(policy, eval_data, eval_rows, args, packer)
         metrics |= watch.metrics(world.device)
-        stop = stop_requested()  # during the evaluation, too
+        exit_code = stop_requested()  # after the evaluation: a signal may have come in it
         logger.log(step + 1, metrics)
-        # of weights alone there is no best
+        # --save-weights-only keeps no best
         loss = None if args.save_weights_only else metrics.get("eval/loss")
-        is_due = stop or checkpoints.due(step + 1, loss)
-        if args.save_weights_only and is_due and not last:
+        is_due = exit_code > 0 or checkpoints.due(step + 1, loss)
+        if not args.save_weights_only:
+            if is_due or last:
+                checkpoints.save(step + 1, loss)
+        elif is_due and not last:  # the last weights go to model/
             save_weights(policy, job, step + 1, saved_weights)
-        elif not args.save_weights_only and (is_due or last):
-            checkpoints.save(step + 1, loss)
-        if stop and not last:
+        if exit_code and not last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(stop)  # as a process ended by that signal
+            raise SystemExit(exit_code)  # that of a process which the signal has ended
 
     folder = output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)
