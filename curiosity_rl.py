@@ -23,7 +23,7 @@ Where this differs from the released code:
     python curiosity_rl.py --eval-only --model runs/curiosity/model \\
         --eval-data vstar.parquet --max-response-tokens 8192
 
-Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N
+Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their trained tokens, N
 those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
 """
 
@@ -372,11 +372,11 @@ def backward(
                 minibatch.num_sequences,
                 args.rollout.max_response_tokens,
             )
-            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence
-            # world.size
-            loss = (loss * weights).sum() * world.size
-            (loss * scale).backward()
-        total_loss += loss.detach()
+            # FSDP2 and DDP average gradients over ranks, but the denominator is global: hence
+            # world.size. Means average "policy/loss" over ranks in the same way.
+            batch_loss = (loss * weights).sum() * world.size
+            (batch_loss * scale).backward()
+        total_loss += batch_loss.detach()
         logratio = logprobs.detach() - mb_tokens.old_logprobs
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
@@ -550,7 +550,9 @@ def main(args: Args, demo: bool = False) -> None:
                 )
                 means.merge(update_means)
                 if on_policy:  # and all old log-probs are in
-                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
+                    gap = checked_gap(
+                        tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step + 1
+                    )
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
 

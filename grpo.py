@@ -12,22 +12,21 @@ Where this differs from the papers and from most implementations:
 2. Strictly on-policy steps (one minibatch, one epoch) spend no pass on old log-probs: they are the
    new ones, detached, and the ratio is exactly 1. With several minibatches only those after the
    first need the pass.
-3. Rollouts come from a vLLM engine inside each rank. The weight sync keeps books, and the gap
-   between the engine's and the trainer's log-probs is measured on every step and stops the run when
-   it is too large.
+3. Rollouts come from a vLLM engine inside each rank. A sync fails if a weight is missing, unknown
+   or sent twice. The gap between the engine's and the trainer's log-probs is measured on every
+   step, and stops the run when it is too large.
 4. The prompt of a group is computed once, followed by its G responses (common/packing.py).
 
     torchrun --nproc_per_node 2 grpo.py    # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --samples-per-prompt 8
 
-Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N
+Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their trained tokens, N
 those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
 """
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -89,7 +88,7 @@ from common.types import Episode, by_prompt
 
 @dataclass
 class Args:
-    """GRPO's objective and its optimizer. Flags that scripts share come in groups: common/flags.py."""
+    """GRPO's objective and its optimizer. Flags that scripts share are in common/flags.py."""
 
     # what is clipped: a token's ratio, its sequence's, its weight
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
@@ -162,8 +161,8 @@ DEMO = Args(
 GSPO_DEFAULTS = {"clip_low": 3e-4, "clip_high": 4e-4, "reduction": "grpo"}
 
 
-def with_objective_defaults(args: Args) -> Args:
-    """With GSPO's own bounds and reduction, for those that the command line does not name."""
+def with_gspo_defaults(args: Args) -> Args:
+    """Put GSPO's bounds and reduction in place of those that the command line does not set."""
     if args.objective != "gspo":
         return args
     defaults = {}
@@ -215,7 +214,7 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
 
 
 def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
-    """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64
+    """At each token, the mean of `values` [N] over the tokens of its episode. episodes [N] int64
     -> [N]."""
     _, place, count = episodes.unique(return_inverse=True, return_counts=True)
     sums = values.new_zeros(len(count)).index_add(0, place, values)
@@ -441,11 +440,11 @@ def backward(
                 minibatch.num_sequences,
                 args.rollout.max_response_tokens,
             )
-            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence
-            # world.size
-            loss = (loss * weights).sum() * world.size
-            (loss * scale).backward()
-        total_loss += loss.detach()
+            # FSDP2 and DDP average gradients over ranks, but the denominator is global: hence
+            # world.size. Means average "policy/loss" over ranks in the same way.
+            batch_loss = (loss * weights).sum() * world.size
+            (batch_loss * scale).backward()
+        total_loss += batch_loss.detach()
         logratio = logprobs.detach() - mb_tokens.old_logprobs
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
@@ -509,8 +508,8 @@ def collect_groups(
     """The episodes of a step: all that were sampled, and those to train on.
 
     With --dynamic-sampling groups of equal scores are replaced, round by round, by those of further
-    prompts. After its last round the groups that there are have to do, even if there are none: a
-    task may be solved.
+    prompts. If groups are still missing after the last round, the step trains on those it has, or
+    on none: the policy may have solved the task.
     """
     is_selective = args.dynamic_sampling > 0 or args.oversample > 1
     num_groups = args.rollout.prompts_per_step  # to train on, over all ranks
@@ -520,12 +519,12 @@ def collect_groups(
     for _ in range(max(args.dynamic_sampling, 1)):
         num_prompts = oversampled(num_missing, args.oversample)
         new = collect(rollouts, num_prompts, step, watch, first=num_drawn)
-        for episode in new:  # what an environment gave to its turns
+        for episode in new:  # an environment's rewards for single turns
             episode.score += math.fsum(reward for _, reward in episode.turn_rewards)
         if args.tool_bonus:
             add_tool_bonus(new, args.tool_bonus)
         sampled += new
-        # scoring the others has failed
+        # the score is NaN where scoring has failed
         episodes = [episode for episode in sampled if math.isfinite(episode.score)]
         if is_selective:
             episodes = widest_groups(episodes, num_groups)
@@ -543,6 +542,10 @@ def collect_groups(
 
 def oversampled(num_prompts: int, oversample: float) -> int:
     return math.ceil(round(num_prompts * oversample, 6))
+
+
+def has_kl(args: Args) -> bool:
+    return args.kl_reward_coef > 0 or args.kl_loss_coef > 0
 
 
 def check_args(args: Args) -> None:
@@ -593,8 +596,7 @@ def check_args(args: Args) -> None:
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
-    has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    if "reference" in args.machine.offload and not has_kl:
+    if "reference" in args.machine.offload and not has_kl(args):
         raise SystemExit(
             "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef"
         )
@@ -602,7 +604,7 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    args = with_objective_defaults(args)
+    args = with_gspo_defaults(args)
     training = not args.rollout.eval_only
     job = Job(
         Path(__file__).stem,
@@ -614,8 +616,7 @@ def main(args: Args, demo: bool = False) -> None:
         max_model_len=args.rollout.max_model_len,
     )
     world, device = job.world, job.world.device
-    has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    frozen = [job.path] if has_kl and training else []
+    needs_reference = has_kl(args) and training
     check_rollout(job, args.rollout)
     data_folder = job.output_dir / "data"
     data = with_embedded_data(
@@ -632,7 +633,7 @@ def main(args: Args, demo: bool = False) -> None:
     job.plan_memory(
         args.rollout,
         trained=[job.path],
-        frozen=frozen,
+        frozen=[job.path] if needs_reference else [],
         replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
     )
     engine = open_engine(job, args.rollout)
@@ -653,7 +654,7 @@ def main(args: Args, demo: bool = False) -> None:
     )
 
     policy = job.load_policy()
-    reference = job.load_reference(policy) if frozen else None
+    reference = job.load_reference(policy) if needs_reference else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
     checkpoints = Checkpoints(
@@ -701,19 +702,19 @@ def main(args: Args, demo: bool = False) -> None:
         split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
         minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
-            # the first minibatch gets its old log-probs for free in its own forward, if nothing
-            # needs them before
-            later = minibatches if args.kl_reward_coef else minibatches[1:]
-            packer.fill(tokens.old_logprobs, policy, later, args.rollout.temperature)
+            # The first update computes the old log-probs of its minibatch anyway, but the KL in
+            # the reward needs all of them now.
+            computed_now = minibatches if args.kl_reward_coef else minibatches[1:]
+            packer.fill(tokens.old_logprobs, policy, computed_now, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
                 reference.to("cpu" if "reference" in args.machine.offload else device)
-        # [E]
-        scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)
+        scores = shaped_scores(  # [E]
+            episodes, args.rollout.max_response_tokens, args.overlong_buffer
+        )
         if args.kl_reward_coef:
-            # [T]
-            kl = kl_estimate(
+            kl = kl_estimate(  # [T]
                 tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1"
             ).cpu()
             scores = scores - args.kl_reward_coef * index.sums(kl)
@@ -723,13 +724,13 @@ def main(args: Args, demo: bool = False) -> None:
         if due(step + 1, args.rollout.dump_rollouts_every):
             rollouts.dump(step + 1, sampled, episodes, advantages.tolist(), packer.budget)
 
-        decay = partial(
-            lr_factor,
+        lr = args.learning_rate * lr_factor(
+            step,
+            total_steps,
             warmup_steps=args.warmup_steps,
             schedule=args.lr_schedule,
             floor=args.lr_floor,
         )
-        lr = args.learning_rate * decay(step, total_steps)
         means = Means()
         with watch("update"):
             for epoch, minibatch in Progress(
@@ -749,7 +750,9 @@ def main(args: Args, demo: bool = False) -> None:
                 )
                 means.merge(update_means)
                 if on_policy:  # and all old log-probs are in
-                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
+                    gap = checked_gap(
+                        tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step + 1
+                    )
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
 

@@ -22,7 +22,7 @@ Functions that grpo.py has, too, are the same there, word for word.
     torchrun --nproc_per_node 2 ppo.py --model Qwen/Qwen2.5-3B \\
         --train-data data/countdown/train.parquet --max-response-tokens 1024
 
-Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their sampled tokens, N
+Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their trained tokens, N
 those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
 """
 
@@ -257,7 +257,7 @@ def value_loss(
 
 
 def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
-    """Mean of values [N] over the tokens of the same episode, at each of them. episodes [N] int64
+    """At each token, the mean of `values` [N] over the tokens of its episode. episodes [N] int64
     -> [N]."""
     _, place, count = episodes.unique(return_inverse=True, return_counts=True)
     sums = values.new_zeros(len(count)).index_add(0, place, values)
@@ -462,11 +462,11 @@ def backward(
                 minibatch.num_sequences,
                 args.rollout.max_response_tokens,
             )
-            # FSDP2 and DDP average gradients over ranks, the denominator is global: hence
-            # world.size
-            loss = (loss * weights).sum() * world.size
-            (loss * scale).backward()
-        total_loss += loss.detach()
+            # FSDP2 and DDP average gradients over ranks, but the denominator is global: hence
+            # world.size. Means average "policy/loss" over ranks in the same way.
+            batch_loss = (loss * weights).sum() * world.size
+            (batch_loss * scale).backward()
+        total_loss += batch_loss.detach()
         logratio = logprobs.detach() - mb_tokens.old_logprobs
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
@@ -503,9 +503,9 @@ def critic_backward(
                 minibatch.num_sequences,
                 args.rollout.max_response_tokens,
             )
-            loss = (loss * weights).sum() * world.size
-            (loss * scale).backward()
-        total_loss += loss.detach()
+            batch_loss = (loss * weights).sum() * world.size
+            (batch_loss * scale).backward()
+        total_loss += batch_loss.detach()
         means.add("value/clip_fraction", clipped.sum(), count=len(clipped))
     means.add("value/loss", total_loss)
     return means
@@ -521,6 +521,10 @@ def returns_and_advantages(
     returns = values + gae(rewards, values, index, args.gamma, 1.0)
     advantages = gae(rewards, values, index, args.gamma, args.gae_lambda)
     return returns, whitened(advantages)
+
+
+def has_kl(args: Args) -> bool:
+    return args.kl_reward_coef > 0 or args.kl_loss_coef > 0
 
 
 def check_args(args: Args) -> None:
@@ -563,8 +567,7 @@ def check_args(args: Args) -> None:
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
-    has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    if "reference" in args.machine.offload and not has_kl:
+    if "reference" in args.machine.offload and not has_kl(args):
         raise SystemExit(
             "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef"
         )
@@ -623,8 +626,7 @@ def main(args: Args, demo: bool = False) -> None:
         max_model_len=args.rollout.max_model_len,
     )
     world, device = job.world, job.world.device
-    has_kl = args.kl_reward_coef > 0 or args.kl_loss_coef > 0
-    frozen = [job.path] if has_kl and training else []
+    needs_reference = has_kl(args) and training
     check_rollout(job, args.rollout)
     critic_folder = resolve_critic(job, args.critic_model)
     reward_folder = resolve_reward_model(args)
@@ -644,7 +646,7 @@ def main(args: Args, demo: bool = False) -> None:
     job.plan_memory(
         args.rollout,
         trained=[job.path, critic_folder],
-        frozen=frozen,
+        frozen=[job.path] if needs_reference else [],
         reward_model=reward_folder,
         replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
     )
@@ -670,7 +672,7 @@ def main(args: Args, demo: bool = False) -> None:
     )
 
     policy = job.load_policy()
-    reference = job.load_reference(policy) if frozen else None
+    reference = job.load_reference(policy) if needs_reference else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     optimizers = {"policy": optimizer}
     if training:
@@ -737,22 +739,22 @@ def main(args: Args, demo: bool = False) -> None:
         minibatches = packer.minibatches(episodes, index, split)
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
-            # the first minibatch gets its old log-probs for free in its own forward, if nothing
-            # needs them before
-            later = minibatches if args.kl_reward_coef or warming_up else minibatches[1:]
-            packer.fill(tokens.old_logprobs, policy, later, args.rollout.temperature)
+            # The first update computes the old log-probs of its minibatch anyway, but the KL in
+            # the reward needs all of them now, and a warm-up has no such update.
+            computed_now = minibatches if args.kl_reward_coef or warming_up else minibatches[1:]
+            packer.fill(tokens.old_logprobs, policy, computed_now, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
                 reference.to("cpu" if "reference" in args.machine.offload else device)
             packer.fill(tokens.values, critic, minibatches)
-        # [E]
-        scores = shaped_scores(episodes, args.rollout.max_response_tokens, args.overlong_buffer)
+        scores = shaped_scores(  # [E]
+            episodes, args.rollout.max_response_tokens, args.overlong_buffer
+        )
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
         rewards = token_rewards(scores, index, episodes)  # [T]
         if args.kl_reward_coef:
-            # [T]
-            kl = kl_estimate(
+            kl = kl_estimate(  # [T]
                 tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1"
             ).cpu()
             rewards = rewards - args.kl_reward_coef * kl
@@ -790,7 +792,7 @@ def main(args: Args, demo: bool = False) -> None:
                 means.merge(update_means)
                 means.merge(critic_optimizer.step(critic_lr))
             if warming_up and minibatches:
-                gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
+                gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step + 1)
                 means.add("policy/rollout_logprob_gap", gap)
             policy_epochs = [] if warming_up else epochs
             for epoch, minibatch in Progress("update", product(policy_epochs, minibatches)):
@@ -808,7 +810,9 @@ def main(args: Args, demo: bool = False) -> None:
                 )
                 means.merge(update_means)
                 if on_policy:  # and all old log-probs are in
-                    gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step)
+                    gap = checked_gap(
+                        tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step + 1
+                    )
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
 

@@ -166,17 +166,18 @@ def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:
     return lists
 
 
-def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None]:
+def read_data(args: Args, job: Job, max_tokens: int) -> tuple[Conversations, Conversations | None]:
     """Conversations to train on and to evaluate on; the embedded model's own without
     --train-data."""
-    train_files, eval_files = args.data.train_data, args.data.eval_data
+    train_files = args.data.train_data
+    eval_files = args.data.eval_data
     if not train_files:
         data_folder = job.output_dir / "data"
         train_files, held_out = embedded_data("tiny", data_folder, job.world, supervised=True)
         eval_files = eval_files or held_out
     options = {
         "tokenizer": job.tokenizer,
-        "max_tokens": usable_max_tokens(args, job),
+        "max_tokens": max_tokens,
         "vision": job.vision,
         "media_root": args.data.media_root,
         "bad_rows": args.data.bad_rows,
@@ -195,15 +196,16 @@ def read_data(args: Args, job: Job) -> tuple[Conversations, Conversations | None
 
 
 def usable_max_tokens(args: Args, job: Job) -> int:
-    """--max-tokens, or what the model's positions leave of its default. SystemExit if a larger
-    number is typed."""
+    """--max-tokens, at most the model's positions. SystemExit if a larger number is typed."""
     if args.max_tokens <= job.num_positions:
         return args.max_tokens
+    message = (
+        f"--max-tokens {args.max_tokens}: the model has {job.num_positions:.0f} positions "
+        "(config.json)"
+    )
     if "--max-tokens" in typed_flags():
-        raise SystemExit(
-            f"--max-tokens {args.max_tokens}: the model has {job.num_positions:.0f} positions "
-            "(config.json)"
-        )
+        raise SystemExit(message)
+    say(f"{message}; longer conversations are cut there")
     return int(job.num_positions)
 
 
@@ -250,15 +252,14 @@ def main(args: Args, demo: bool = False) -> None:
     from_scratch = demo and args.machine.lora_rank == 0  # LoRA adapts trained weights
     if not from_scratch:
         job.check_weights(job.path)  # now: reading the data may take long
-    train_data, eval_data = read_data(args, job)
+    max_tokens = usable_max_tokens(args, job)
+    train_data, eval_data = read_data(args, job, max_tokens)
     loader = job.open_loader(len(train_data), train_data.fingerprint)
     total_steps = args.run.total_steps
     if total_steps is None:
         total_steps = steps_of(args.run.total_epochs, len(train_data), args.batch_size)
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
-    job.plan_memory(
-        no_rollout(usable_max_tokens(args, job)), trained=[job.path], frozen=[], most_tokens=8192
-    )
+    job.plan_memory(no_rollout(max_tokens), trained=[job.path], frozen=[], most_tokens=8192)
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
     policy = job.load_policy(from_scratch=from_scratch)

@@ -24,10 +24,10 @@ SHARED = {
     "clipped_loss": RL,
     "engine_correction": ["grpo.py", "ppo.py"],
     "kl_estimate": ["grpo.py", "ppo.py"],
+    "has_kl": ["grpo.py", "ppo.py"],
     "token_weights": RL,
     "split_minibatches": RL,
     "backward": ["grpo.py", "ppo.py"],
-    "collect": RL,
     "Tokens.of": RL,
     "Tokens.__getitem__": RL,
 }

@@ -13,11 +13,11 @@ from common.rollout.evaluation import summarize
 from common.types import Episode
 from curiosity_rl import (
     Args,
+    add_curiosity,
     curiosity_means,
     curiosity_terms,
     num_calls,
-    select,
-    shape_rewards,
+    of_unequal_groups,
 )
 
 PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}
@@ -101,14 +101,14 @@ def test_calls_below_the_free_ones_are_no_gain():
 )
 def test_the_share_is_of_the_group_whatever_its_size(variant, bonus):
     group = [episode(0.0, [call()]), *(episode(0.0) for _ in range(15))]
-    shape_rewards(group, args(curiosity=variant))
+    add_curiosity(group, args(curiosity=variant))
     assert group[0].terms["curiosity"] == pytest.approx(bonus)
 
 
 def test_a_worked_group():
     """One of eight looks, twice, and is wrong; three of the others are right."""
     group = [episode(0.0, [call(), call()]), *(episode(float(i < 3)) for i in range(7))]
-    shape_rewards(group, args())
+    add_curiosity(group, args())
     assert group[0].terms == pytest.approx({"curiosity": 0.0875, "call_cost": -0.05})
     assert group[0].score == pytest.approx(0.0875 - 0.05) and group[0].rewards == {"score": 0.0}
     assert curiosity_means(group).reduce() == {"tool/rapr": 1 / 8}
@@ -118,7 +118,7 @@ def test_a_worked_group():
 
 def test_what_an_environment_gives_is_added_to_the_shaped_reward():
     group = [episode(1.0, turn_rewards=[(1, 0.25), (3, -0.5)]), *(episode(0.0) for _ in range(3))]
-    shape_rewards(group, args())
+    add_curiosity(group, args())
     assert [e.score for e in group] == [0.75, 0, 0, 0] and is_correct(group[0].rewards)
 
 
@@ -127,7 +127,9 @@ def test_groups_of_equal_rewards_teach_nothing_and_are_left_out():
     sampled = [episode(float(i == 0 and p < 2), prompt=p) for p in range(3) for i in range(4)]
     unequal_by_bonus = [episode(0.0, [call()] * (i == 0), prompt=3) for i in range(8)]
     unscored = episode(math.nan, prompt=2)
-    chosen = select([*sampled, unscored, *unequal_by_bonus], args())
+    scored = [e for e in [*sampled, unscored, *unequal_by_bonus] if math.isfinite(e.score)]
+    add_curiosity(scored, args())
+    chosen = of_unequal_groups(scored)
     assert [e.prompt_index for e in chosen] == [0] * 4 + [1] * 4 + [3] * 8
 
 
@@ -135,7 +137,7 @@ def test_groups_do_not_mix():
     many = [episode(0.0, [call()], prompt=1) for _ in range(8)]
     few = [episode(0.0, [call()] * (i == 0), prompt=2) for i in range(8)]
     mixed = [e for pair in zip(many, few) for e in pair]
-    shape_rewards(mixed, args())
+    add_curiosity(mixed, args())
     assert [e.score for e in many] == [0.0] * 8
     assert few[0].score == pytest.approx(0.0875)
 
@@ -144,7 +146,7 @@ def test_failed_and_refused_calls_count():
     failed, refused = episode(0.0, [call(True)]), episode(0.0, [call()], reason="max_turns")
     assert (num_calls(failed), num_calls(refused)) == (1, 2)
     group = [failed, *(episode(0.0) for _ in range(7))]
-    shape_rewards(group, args())
+    add_curiosity(group, args())
     assert failed.terms["curiosity"] == pytest.approx(0.0875)
 
 
@@ -152,14 +154,14 @@ def test_the_frames_of_a_video_decide_the_variant_of_the_code():
     # selected frames are images
     for media, divisor in (([Video()], 3), ([Video(), Image()], 3), ([Image()], 4)):
         group = [episode(0.0, [call()], media=media), *(episode(0.0) for _ in range(7))]
-        shape_rewards(group, args(curiosity="repo"))
+        add_curiosity(group, args(curiosity="repo"))
         assert group[0].terms["curiosity"] == pytest.approx(0.7 / divisor)
 
 
 def test_minus_one_does_not_leak_into_the_reward():
     """Defect: r = -1 for what could not be parsed entered the shaped reward."""
     group = [episode(-1.0), episode(1.0), episode(0.4), episode(10.0)]
-    shape_rewards(group, args())
+    add_curiosity(group, args())
     assert [e.score for e in group] == [0.0, 1.0, 0.4, 1.0]
 
 

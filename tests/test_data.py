@@ -595,7 +595,7 @@ def test_tokens_that_have_no_embedding_are_named_with_their_rows(tmp_path, token
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>"}]
     args = sft.Args(data=Data(write(tmp_path / "c.jsonl", [{"messages": messages}])))
     with pytest.raises(SystemExit, match="has the token '<think>'"):
-        sft.read_data(args, job)
+        sft.read_data(args, job, sft.usable_max_tokens(args, job))
 
 
 def test_conversations_end_where_the_models_positions_do(tmp_path, tokenizer, monkeypatch, said):
@@ -609,7 +609,7 @@ def test_conversations_end_where_the_models_positions_do(tmp_path, tokenizer, mo
     monkeypatch.setattr("sys.argv", ["sft.py"])
     for positions, length in ((math.inf, 1024), (1024, 1024), (512.0, 512)):
         job.num_positions = positions
-        data, _ = sft.read_data(args, job)
+        data, _ = sft.read_data(args, job, sft.usable_max_tokens(args, job))
         episode = data.episode(0)
         assert len(episode.prompt_ids) + len(episode.response_ids) == length
     assert said == [
@@ -621,7 +621,7 @@ def test_conversations_end_where_the_models_positions_do(tmp_path, tokenizer, mo
         with pytest.raises(
             SystemExit, match=r"^--max-tokens 1024: the model has 512 positions \(config\.json\)$"
         ):
-            sft.read_data(args, job)
+            sft.read_data(args, job, sft.usable_max_tokens(args, job))
 
 
 def test_a_text_at_which_the_tokenizer_panics_costs_its_row(tmp_path, tokenizer, capsys):

@@ -236,7 +236,7 @@ def test_a_flag_of_a_group_has_no_prefix_and_leaves_the_others_as_they_are(scrip
 )
 def test_gspo_has_defaults_of_its_own(typed, expected, monkeypatch):
     """Those of PPO would never clip. What is typed counts, be it PPO's default."""
-    args = grpo.with_objective_defaults(
+    args = grpo.with_gspo_defaults(
         checked_args(grpo, monkeypatch, "--minibatches", "2", *typed.split())
     )
     assert (args.clip_low, args.clip_high, args.reduction) == expected

@@ -17,7 +17,7 @@ from common.tools.pools import ToolWorkers
 from common.tools.visual import crop_image_normalized, select_frames
 from common.types import Completion
 from common.vision import load_vision
-from curiosity_rl import unequal_groups
+from curiosity_rl import of_unequal_groups
 
 
 @pytest.fixture(scope="module")
@@ -161,4 +161,4 @@ def test_the_filter_leaves_groups_out_and_repeats_none(turns):
         for i, e in enumerate(group):
             e.prompt_index = place
             e.set_rewards({"score": float(i * (place == 1))})
-    assert unequal_groups([e for group in groups for e in group]) == groups[1]
+    assert of_unequal_groups([e for group in groups for e in group]) == groups[1]

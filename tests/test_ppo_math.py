@@ -169,7 +169,7 @@ def test_returns_are_plain_and_advantages_have_a_lambda():
     index = TokenIndex(episodes)
     rewards, values = random_pair(12, seed=5)
     args = make_args(ppo, gamma=0.9, gae_lambda=0.7)
-    returns, advantages = ppo.estimate(rewards, values, index, args)
+    returns, advantages = ppo.returns_and_advantages(rewards, values, index, args)
     expected_returns = []
     expected_advantages = []
     for i in range(len(episodes)):
@@ -451,13 +451,13 @@ def test_a_critic_reads_what_the_policy_reads():
             path=str(FOLDERS[name]),
         )
 
-    assert ppo.open_critic_folder(policy("tiny"), "tiny") == str(FOLDERS["tiny"])
+    assert ppo.resolve_critic(policy("tiny"), "tiny") == str(FOLDERS["tiny"])
     with pytest.raises(SystemExit, match="--critic-model tiny-vl: another tokenizer"):
-        ppo.open_critic_folder(policy("tiny"), "tiny-vl")
-    message = "--critic-model tiny-vl: of policy and critic one cannot see"
+        ppo.resolve_critic(policy("tiny"), "tiny-vl")
+    message = "--critic-model tiny-vl: only one of policy and critic reads pictures"
     with pytest.raises(SystemExit, match=message):
-        ppo.open_critic_folder(policy("tiny-vl"), "tiny-vl")
-    folder = ppo.open_critic_folder(policy("tiny-vl", vision="eyes"), "tiny-vl")
+        ppo.resolve_critic(policy("tiny-vl"), "tiny-vl")
+    folder = ppo.resolve_critic(policy("tiny-vl", vision="eyes"), "tiny-vl")
     assert folder == str(FOLDERS["tiny-vl"])
 
 

@@ -96,7 +96,7 @@ def test_a_run_that_never_trains_its_policy_is_refused(tmp_path):
     )
     assert (
         done.returncode != 0
-        and "--critic-warmup-steps 4 of 4: none for the policy" in done.stdout + done.stderr
+        and "--critic-warmup-steps 4 of 4: none is left for the policy" in done.stdout + done.stderr
     )
 
 

@@ -77,7 +77,10 @@ def main(args: argparse.Namespace) -> None:
     for step in range(args.steps):
         old = values()
         tokens = ppo.Tokens.of(episodes, index, world.device)
-        tokens.values, (tokens.returns, _) = old, ppo.estimate(rewards, old, index, options)
+        tokens.values, (tokens.returns, _) = (
+            old,
+            ppo.returns_and_advantages(rewards, old, index, options),
+        )
         ppo.critic_backward(critic, minibatch, tokens, options, world)
         optimizer.step(2e-3 * (1 - step / args.steps))
     errors["at the end"] = max(

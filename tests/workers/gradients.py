@@ -74,7 +74,7 @@ def gradient(
         tokens = grpo.Tokens(*common, advantages.to(dtype))
     else:
         rewards, values = ppo.token_rewards(scores, index), rollout.double().sin()
-        returns, advantages = ppo.estimate(rewards, values, index, args)
+        returns, advantages = ppo.returns_and_advantages(rewards, values, index, args)
         tokens = ppo.Tokens(*common, *(x.to(dtype) for x in (advantages, values, returns)))
     batches = pack(episodes, range(len(episodes))[:: -1 if backwards else 1], index, **pack_options)
     minibatch = Minibatch([], *all_reduce([len(index), (index.lengths > 0).sum()]), batches)
