@@ -43,6 +43,7 @@ from common.distributed import (
     all_reduce,
     forward_context,
     gather_objects,
+    handle_signals,
     run,
     stop_requested,
 )
@@ -70,7 +71,6 @@ from common.progress import Progress, say
 from common.rewards import is_correct
 from common.rollout.dumps import load_rollouts, replayed_micro_batch_tokens
 from common.rollout.opening import (
-    announce,
     check_rollout,
     has_tools,
     num_steps,
@@ -80,6 +80,7 @@ from common.rollout.opening import (
     open_reward_workers,
     open_tools,
     open_turns,
+    print_plan,
 )
 from common.rollout.rollouts import Rollouts
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
@@ -618,14 +619,15 @@ def main(args: Args, demo: bool = False) -> None:
     world, device = job.world, job.world.device
     needs_reference = has_kl(args) and training
     check_rollout(job, args.rollout)
+    job.check_weights(job.path)  # the engine would be the first to miss some
     data_folder = job.output_dir / "data"
     data = with_embedded_data(
         args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
     )
     engine_group = open_engine_group(args.rollout, args.run)
-    tools = open_tools(args.rollout, engine_group)
-    train_data, eval_data = open_prompts(job, data, args.rollout, tools)
-    turns = open_turns(job, args.rollout, tools)
+    tool_pool = open_tools(args.rollout, engine_group)
+    train_data, eval_data = open_prompts(job, data, args.rollout, tool_pool)
+    turns = open_turns(job, args.rollout, tool_pool)
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = oversampled(args.rollout.prompts_per_step, args.oversample)
     total_steps = num_steps(args.run, train_data, num_prompts)
@@ -649,8 +651,8 @@ def main(args: Args, demo: bool = False) -> None:
         eval_rows=args.run.eval_rows,
         engine=engine,
         turns=turns,
-        workers=reward_workers,
-        group=engine_group,
+        reward_workers=reward_workers,
+        engine_group=engine_group,
     )
 
     policy = job.load_policy()
@@ -661,7 +663,7 @@ def main(args: Args, demo: bool = False) -> None:
         job.output_dir,
         world,
         optimizers={"policy": optimizer},
-        state={"loader": loader},
+        loader=loader,
         save_every=args.run.save_every,
         keep=args.run.keep_checkpoints,
         identity=job.identity | {"end_token": job.tokenizer.eos_token},
@@ -673,8 +675,9 @@ def main(args: Args, demo: bool = False) -> None:
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
+    handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
     updates = args.minibatches * args.epochs_per_step
-    announce(args.rollout, len(train_data), num_prompts, total_steps, updates)
+    print_plan(args.rollout, len(train_data), num_prompts, total_steps, updates)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
         logger.log(0, rollouts.evaluate(policy, 0))
     max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]

@@ -40,7 +40,14 @@ from torch import Tensor
 from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
 from common.command_line import refuse_idle, typed_flags
-from common.distributed import World, all_reduce, forward_context, run, stop_requested
+from common.distributed import (
+    World,
+    all_reduce,
+    forward_context,
+    handle_signals,
+    run,
+    stop_requested,
+)
 from common.export import export_hugging_face
 from common.files import DAMAGE, user_errors
 from common.flags import (
@@ -67,7 +74,6 @@ from common.progress import Progress, say
 from common.rewards.model import RewardModel, check_reward_model
 from common.rollout.dumps import load_rollouts, replayed_micro_batch_tokens
 from common.rollout.opening import (
-    announce,
     check_rollout,
     num_steps,
     open_engine,
@@ -76,6 +82,7 @@ from common.rollout.opening import (
     open_reward_workers,
     open_tools,
     open_turns,
+    print_plan,
 )
 from common.rollout.rollouts import Rollouts
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
@@ -628,6 +635,7 @@ def main(args: Args, demo: bool = False) -> None:
     world, device = job.world, job.world.device
     needs_reference = has_kl(args) and training
     check_rollout(job, args.rollout)
+    job.check_weights(job.path)  # the engine would be the first to miss some
     critic_folder = resolve_critic(job, args.critic_model)
     reward_folder = resolve_reward_model(args)
     data_folder = job.output_dir / "data"
@@ -635,9 +643,9 @@ def main(args: Args, demo: bool = False) -> None:
         args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
     )
     engine_group = open_engine_group(args.rollout, args.run)
-    tools = open_tools(args.rollout, engine_group)
-    train_data, eval_data = open_prompts(job, data, args.rollout, tools)
-    turns = open_turns(job, args.rollout, tools)
+    tool_pool = open_tools(args.rollout, engine_group)
+    train_data, eval_data = open_prompts(job, data, args.rollout, tool_pool)
+    turns = open_turns(job, args.rollout, tool_pool)
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
@@ -666,9 +674,9 @@ def main(args: Args, demo: bool = False) -> None:
         eval_rows=args.run.eval_rows,
         engine=engine,
         turns=turns,
-        workers=reward_workers,
+        reward_workers=reward_workers,
         reward_model=reward_model,
-        group=engine_group,
+        engine_group=engine_group,
     )
 
     policy = job.load_policy()
@@ -684,7 +692,7 @@ def main(args: Args, demo: bool = False) -> None:
         job.output_dir,
         world,
         optimizers=optimizers,
-        state={"loader": loader},
+        loader=loader,
         save_every=args.run.save_every,
         keep=args.run.keep_checkpoints,
         identity=job.identity | {"end_token": job.tokenizer.eos_token},
@@ -696,8 +704,9 @@ def main(args: Args, demo: bool = False) -> None:
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
+    handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
     updates = args.minibatches * args.epochs_per_step
-    announce(args.rollout, len(train_data), num_prompts, total_steps, updates)
+    print_plan(args.rollout, len(train_data), num_prompts, total_steps, updates)
     if start == 0 and args.run.eval_before and rollouts.can_evaluate:
         logger.log(0, rollouts.evaluate(policy, 0))
     max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]

@@ -33,7 +33,7 @@ from common.command_line import refuse_idle, typed_flags
 from common.data.conversations import Conversations
 from common.data.prompts import steps_of
 from common.data.render import end_turns_properly
-from common.distributed import World, forward_context, run, stop_requested
+from common.distributed import World, forward_context, handle_signals, run, stop_requested
 from common.export import export_hugging_face
 from common.files import user_errors
 from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse
@@ -269,7 +269,7 @@ def main(args: Args, demo: bool = False) -> None:
         output_dir,
         world,
         optimizers={"policy": optimizer},
-        state={"loader": loader},
+        loader=loader,
         save_every=args.run.save_every,
         keep=args.run.keep_checkpoints,
         identity=job.identity,
@@ -278,6 +278,7 @@ def main(args: Args, demo: bool = False) -> None:
     )
     start = checkpoints.resume(job.checkpoint)
     logger = open_logger(job, args, total_steps, checkpoints)
+    handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
     say(job.summary)
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
     say(

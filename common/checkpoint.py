@@ -2,14 +2,14 @@
 
     checkpoints/step_000100/state/          model and optimizer shards, as safetensors
     checkpoints/step_000100/trainer.json    step, data position, loss scale, best metric ...
-    checkpoints/step_000100/manifest.json   size and SHA-256 of each file, script, model; the last
+    checkpoints/step_000100/manifest.json   size and SHA-256 of each file, script, model; last
     checkpoints/latest, checkpoints/best    names of step folders
 
-Any number of ranks loads the shards.
+Another number of ranks than wrote the shards can load them.
 A folder is written under a temporary name and renamed when it is complete: a kill at any moment
 leaves the previous checkpoint in place. A save that fails (full disk, read-only) is a warning:
-training goes on. What was changed since is refused, before anything is loaded; in none of the files
-is anything that could be executed.
+training goes on. A checkpoint whose files have changed is refused before anything is loaded. No
+file in it can hold code that loading would execute.
 """
 
 import errno
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
+from common.data.prompts import PromptLoader
 from common.distributed import World, gather_objects
 from common.ending import reached
 from common.files import DAMAGE, replace_file, shorten, user_errors
@@ -56,7 +57,7 @@ class Checkpoints:
         run_dir: Path,
         world: World,
         optimizers: dict[str, GuardedAdamW],
-        state: dict[str, "dcp.stateful.Stateful | None"],
+        loader: PromptLoader | None,
         *,
         save_every: int | str,
         keep: int,
@@ -64,15 +65,15 @@ class Checkpoints:
         micro_batch_tokens: int,
         lowest_is_best: bool = False,
     ):
-        """optimizers: by the name of their models. state: parts whose state goes into trainer.json,
-        by their name there; None is left out. save_every, keep: --save-every, --keep-checkpoints.
-        identity: what the manifest says of script and model.
+        """optimizers: by the name of their models. loader: its position is saved; None in an
+        evaluation. save_every, keep: --save-every, --keep-checkpoints. identity: what the manifest
+        says of script and model.
         """
         self.run_dir = run_dir
         self.folder = run_dir / "checkpoints"
         self.world = world
         self.optimizers = optimizers
-        self.state = {name: part for name, part in state.items() if part is not None}
+        self.loader = loader
         self.save_every = save_every
         self.keep = keep
         self.identity = identity
@@ -81,7 +82,7 @@ class Checkpoints:
         self.best_step = ""
         self.is_better = operator.lt if lowest_is_best else operator.gt
         self.start = 0
-        self.num_epochs = 0  # that have ended
+        self.epochs_seen = 0  # that have ended
         self.resumes_own = False  # whether the run goes on from a checkpoint of its own folder
 
     def resume(self, checkpoint: Path | None, weights_only: bool = False) -> int:
@@ -105,16 +106,15 @@ class Checkpoints:
         with user_errors(
             f"{checkpoint} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
         ):
-            # another run's may be of other rows
+            # another run may have measured its best on other rows
             if self.resumes_own and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step
             for name, adamw in self.optimizers.items():
                 adamw.loss_scale.load_state_dict(saved["loss_scale"][name])
-            for name, part in self.state.items():
-                part.load_state_dict(saved[name])
-            if "loader" in self.state:
-                self.num_epochs = int(self.state["loader"].epoch)
+            if self.loader:
+                self.loader.load_state_dict(saved["loader"])
+                self.epochs_seen = int(self.loader.epoch)
         reached.update({"step": self.start, "checkpoint": checkpoint})
         return self.start
 
@@ -124,14 +124,14 @@ class Checkpoints:
             load_shards(saved_tensors(name, adamw.model, optimizer), folder)
 
     def due(self, step: int, metric: float | None) -> bool:
-        """Every --save-every steps, or at the end of an epoch; and where an evaluation is the best
-        so far."""
+        """Whether to save now: every --save-every steps or at the end of an epoch, and after the
+        best evaluation so far; 0: never. Remembers the epoch."""
         if self.save_every == 0:
             return False
         if self.save_every == "epoch":
-            num_epochs = int(self.state["loader"].epoch)
-            is_due = num_epochs > self.num_epochs
-            self.num_epochs = num_epochs
+            num_epochs = int(self.loader.epoch)
+            is_due = num_epochs > self.epochs_seen
+            self.epochs_seen = num_epochs
         else:
             is_due = step % self.save_every == 0
         return is_due or self.improves(metric)
@@ -140,10 +140,10 @@ class Checkpoints:
         return metric is not None and self.is_better(metric, self.best)
 
     def save(self, step: int, metric: float | None) -> bool:
-        """Write `step_NNNNNN`, and drop all but the newest and the best; `metric` is None if it was
-        not evaluated.
+        """Write `step_NNNNNN`, and drop all but the newest and the best. metric: None without an
+        evaluation.
 
-        All ranks call it together. False, after a warning, if the disk refused.
+        All ranks call it together. Returns False, after a warning, if it cannot be written.
         """
         name = f"step_{step:06d}"
         temporary = self.folder / f"tmp_{name}"
@@ -162,8 +162,8 @@ class Checkpoints:
                 name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()
             },
         }
-        for key, part in self.state.items():
-            record[key] = part.state_dict()
+        if self.loader:
+            record["loader"] = self.loader.state_dict()
         try:
             on_all_ranks(self._make_folder, temporary)
             digests = on_all_ranks(self._write_files, temporary, record)
@@ -173,7 +173,7 @@ class Checkpoints:
             if self.world.is_main:
                 with suppress(OSError):
                     remove_step(temporary)
-                reason = f"{error}; it takes {self.size()} bytes"
+                reason = f"{error}; a checkpoint takes {self.num_bytes()} bytes"
                 print(f"warning: no checkpoint of step {step} ({reason})", flush=True)
             return False
         self.best = best
@@ -182,7 +182,7 @@ class Checkpoints:
         return True
 
     def _make_folder(self, temporary: Path) -> None:
-        """Its folder, after what killed saves have left is gone."""
+        """Make the temporary folder, after removing those that killed saves have left."""
         if not self.world.is_main:
             return
         for leftover in self.folder.glob("tmp_*"):
@@ -194,7 +194,7 @@ class Checkpoints:
         (temporary / "state").mkdir(parents=True)
 
     def _write_files(self, temporary: Path, record: dict) -> dict[str, list]:
-        """This rank's files; {path in the folder: digest}."""
+        """Write this rank's files. Returns {path in the folder: digest}."""
         tensors = {}
         for name, adamw in self.optimizers.items():
             tensors |= saved_tensors(name, adamw.model, adamw.optimizer)
@@ -217,16 +217,16 @@ class Checkpoints:
             files |= digests
         manifest = {**self.identity, "world_size": self.world.size, "files": files}
         replace_text(temporary / MANIFEST, json.dumps(manifest, indent=1))
-        if (self.folder / name).exists():  # the same step again, after a resume from an earlier one
-            # which the next save removes
+        if (self.folder / name).exists():  # saved before, and reached again from an earlier step
+            # the next save removes the renamed folder
             os.replace(self.folder / name, self.folder / f"tmp_old_{name}")
         os.replace(temporary, self.folder / name)
-        if best_step:  # each time: an abandoned branch may have had another
+        if best_step:  # written even if unchanged: the file may name an abandoned run's best
             replace_text(self.folder / "best", best_step)
         replace_text(self.folder / "latest", name)
         _prune(self.folder, self.keep)
 
-    def size(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of a checkpoint: weights, and two moments of each trained parameter, as they are in
         memory."""
         size = 0
@@ -243,7 +243,7 @@ class Checkpoints:
     def warn_if_large(self) -> None:
         """Print a warning if the disk has no room for all that will be kept."""
         num_kept = self.keep + 2  # the best, and the one being written
-        needed = num_kept * self.size()
+        needed = num_kept * self.num_bytes()
         free = free_bytes(self.folder)
         if free < needed:
             say(
@@ -261,34 +261,39 @@ def free_bytes(folder: Path) -> int:
 
 
 class CheckpointError(Exception):
-    """What went wrong on the first rank that failed, in a line."""
+    """A save or load has failed on some rank; the message is that of the first such rank."""
 
 
 def on_all_ranks(function: Callable[..., T], *arguments) -> T:
-    """function(...) on this rank; CheckpointError on all of them if it fails on one. All ranks call
-    it together."""
+    """function(...) on this rank. All ranks call it together; if it fails on one, all raise
+    CheckpointError."""
     result = None
     problem = ""
     try:
         result = function(*arguments)
     except (OSError, SafetensorError, dcp.api.CheckpointException) as error:
-        problem = describe(error)
+        causes = causes_of(error)
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):  # torch caught a Ctrl-C
+            raise KeyboardInterrupt from error
+        problem = first_line(causes[0])
     for problem_of_rank in gather_objects(problem):
         if problem_of_rank:
             raise CheckpointError(problem_of_rank)
     return result
 
 
-def describe(error: BaseException) -> str:
-    """What went wrong, in a line."""
-    causes = [error]
+def causes_of(error: BaseException) -> list[BaseException]:
+    """The exceptions of all ranks if torch has collected them in `error`, else `error` itself."""
     if isinstance(error, dcp.api.CheckpointException):
-        causes = [cause for cause, _ in error.failures.values()]
-    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):  # torch has caught it
-        raise KeyboardInterrupt from error
-    text = (str(causes[0]) or repr(causes[0])).splitlines()[0]
-    if getattr(causes[0], "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        text += ": lower --keep-checkpoints or free some"
+        return [cause for cause, _ in error.failures.values()]
+    return [error]
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, with the way out if the disk is full."""
+    text = (str(error) or repr(error)).splitlines()[0]
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        text += ": lower --keep-checkpoints or free some space"
     return text
 
 
@@ -307,12 +312,12 @@ def _prune(folder: Path, keep: int) -> None:
     for path in folder.glob("step_*"):
         if STEP_NAME.fullmatch(path.name) and path.is_dir():
             is_latest = path.name == pointers.get("latest")
-            # By age, since higher numbers may belong to an abandoned run. A folder without a
-            # manifest could not be removed altogether: it goes first.
-            age = (is_latest, (path / MANIFEST).is_file(), path.stat().st_mtime)
-            steps.append((age, path))
+            # removed first: a folder without a manifest, left by a removal that failed; then the
+            # oldest by time, as higher numbers may be of an abandoned run; the latest last
+            priority = (is_latest, (path / MANIFEST).is_file(), path.stat().st_mtime)
+            steps.append((priority, path))
     steps.sort(key=lambda step: step[0])
     for _, path in steps[: -max(keep, 1)]:
         if path.name != pointers.get("best"):
-            with suppress(OSError):  # the next save tries again; what a user has put there keeps it
+            with suppress(OSError):  # the next save tries again; a file of the user's stays
                 remove_step(path)

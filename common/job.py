@@ -1,5 +1,5 @@
-"""A run as one rank sees it, and how its models are loaded. What a user can get wrong is refused
-before weights are read."""
+"""A run as one rank sees it, and how its models are loaded. A user's mistakes end the
+run before weights are read."""
 
 import os
 import re
@@ -79,9 +79,9 @@ class Job:
     ):
         """Join the process group; find the model, its tokenizer, and the checkpoint to go on from.
 
-        record: whether the run writes into its folder, which is locked then. max_model_len: longest
-        prompt with its response (tokens), if an engine samples. SystemExit for what the user can
-        put right.
+        record: whether the run writes into its folder, and therefore locks it. max_model_len:
+        longest prompt with its response (tokens), if an engine samples. SystemExit for what the
+        user can put right.
         """
         self.machine = machine
         self.run = run
@@ -94,15 +94,14 @@ class Job:
 
         check_machine(machine, self.world)
         with user_errors():
-            tracker_names(run.log)
             check_device(self.world.device)
             self.compute_dtype, dtype_reason = choose_dtype(machine.dtype, self.world.device)
-        step_range(run.profile_steps)  # SystemExit if it is none
+        check_run(run)
         self.attention = choose_attention(
             machine.attention, self.world.device, machine.compile, self.compute_dtype
         )
         self.path = resolve_model(run.model)  # folder of the model
-        facts = describe_run(self.path)
+        facts = facts_of_machine(self.path)
         facts["dtype"] = str(self.compute_dtype)
         facts["attention"] = self.attention
         check_same(self.world, facts)
@@ -115,7 +114,7 @@ class Job:
         self.num_embeddings = skeleton.get_input_embeddings().weight.shape[0]
         self.num_positions = num_positions(skeleton.config.get_text_config())
         # what must be the same in a checkpoint that is resumed
-        self.identity = model_facts(script, Path(self.path), machine)
+        self.identity = checkpoint_identity(script, Path(self.path), machine)
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, self.world, self.identity)
         # None: the memory plan chooses
         self.micro_batch_tokens = machine.micro_batch_tokens
@@ -193,7 +192,7 @@ class Job:
     def load_critic(self, path: str, make: type[nn.Module]) -> nn.Module:
         """A critic of the class `make`, to be trained, on the backbone of the model in a folder."""
         if self.machine.lora_rank:
-            self._keep_base("critic's base", path, "a critic on another base")
+            self._check_frozen("critic's base", path, "a critic on another base")
         critic = load_policy(path, make=make, **self._model_options(trained=True))
         return critic.to(self.world.device)
 
@@ -202,7 +201,7 @@ class Job:
         base."""
         if self.machine.lora_rank:
             return Base(policy)
-        self._keep_base("reference", self.path, "another reference")
+        self._check_frozen("reference", self.path, "another reference")
         reference = load_policy(self.path, **self._model_options(trained=False))
         reference.requires_grad_(False)
         return reference.to("cpu" if "reference" in self.machine.offload else self.world.device)
@@ -221,8 +220,9 @@ class Job:
             **options,
         )
 
-    def _keep_base(self, name: str, path: str, other: str) -> None:
-        """SystemExit if the checkpoint was trained beside other frozen weights than these."""
+    def _check_frozen(self, name: str, path: str, other: str) -> None:
+        """Add a frozen model to the identity. SystemExit if the checkpoint was trained beside other
+        weights."""
         base = weights_identity(Path(path))
         self.identity[name] = base
         if self.checkpoint:
@@ -260,6 +260,13 @@ def default_output_dir(script: str, model: str) -> Path:
     return Path("runs") / f"{script}-{Path(model).name}-{stamp}"
 
 
+def check_run(run: Run) -> None:
+    """SystemExit for values of --log and --profile-steps that cannot be read."""
+    with user_errors():
+        tracker_names(run.log)
+    step_range(run.profile_steps)
+
+
 def check_machine(machine: Machine, world: World) -> None:
     shard_size = machine.shard_size or 1
     if world.size % shard_size > 0:
@@ -273,19 +280,20 @@ def check_machine(machine: Machine, world: World) -> None:
 
 def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:
     """sees: whether the model reads pictures."""
-    vision = (sees, "a vision-language --model")
-    refuse_idle(data, {"min_pixels": vision, "max_pixels": vision, "max_frame_pixels": vision})
+    needs_vision = (sees, "a vision-language --model")
+    pixel_flags = ("min_pixels", "max_pixels", "max_frame_pixels")
+    refuse_idle(data, dict.fromkeys(pixel_flags, needs_vision))
     has_lora = machine.lora_rank > 0
-    vision_is_trained = (
+    needs_trained_vision = (
         sees and not has_lora,
         "a vision-language --model, and no --lora-rank: it freezes all",
     )
-    refuse_idle(machine, {"freeze_vision": vision_is_trained})
-    lora = (has_lora, "--lora-rank")
-    refuse_idle(machine, {"lora_alpha": lora, "lora_targets": lora})
+    refuse_idle(machine, {"freeze_vision": needs_trained_vision})
+    needs_lora = (has_lora, "--lora-rank")
+    refuse_idle(machine, {"lora_alpha": needs_lora, "lora_targets": needs_lora})
 
 
-def model_facts(script: str, path: Path, machine: Machine) -> dict[str, Any]:
+def checkpoint_identity(script: str, path: Path, machine: Machine) -> dict[str, Any]:
     """What must be the same in a checkpoint that is resumed."""
     facts = {"script": script, "model": model_identity(path), "LoRA": None}
     if machine.lora_rank:
@@ -309,10 +317,9 @@ def check_headers(folder: Path) -> None:
 def read_position(checkpoint: Path) -> dict:
     """Where a checkpoint has left the data."""
     position = read_record(checkpoint).get("loader")
-    is_valid = isinstance(position, dict)
-    for name in ("consumed", "seed", "num_rows"):
-        is_valid = is_valid and type(position.get(name)) is int and position[name] >= 0
-    if not is_valid:
+    names = ("consumed", "seed", "num_rows")
+    numbers = [position.get(name) for name in names] if isinstance(position, dict) else [None]
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise SystemExit(
             f"{checkpoint} cannot be loaded (trainer.json has no position in the data): "
             f"{BEGIN_ANEW}"
@@ -321,7 +328,7 @@ def read_position(checkpoint: Path) -> dict:
 
 
 def read_micro_batch_tokens(checkpoint: Path) -> int | None:
-    """Those that a checkpoint was trained with; None if it does not say."""
+    """--micro-batch-tokens of the run that wrote a checkpoint; None if it does not say."""
     tokens = read_record(checkpoint).get("micro_batch_tokens")
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise SystemExit(
@@ -331,9 +338,9 @@ def read_micro_batch_tokens(checkpoint: Path) -> int | None:
     return tokens
 
 
-def describe_run(model: str) -> dict[str, str]:
-    """What must be the same on all machines: flags, versions, and files by size and hash: the code,
-    those that flags name, and those of the model's folder."""
+def facts_of_machine(model: str) -> dict[str, str]:
+    """Flags, versions, and fingerprints of files, which must be the same on all machines. The files
+    are the code, those that flags name, and the model's."""
     facts = flags_as_typed()
     files = code_files() | model_files("model", model)
     for name in words_of_flags(facts):
@@ -364,9 +371,10 @@ def flags_as_typed() -> dict[str, str]:
 
 
 def words_of_flags(flags: dict[str, str]) -> list[str]:
-    """What may name a file: the parts of all values but that of --output-dir.
+    """The words in the values of flags, each of which may name a file.
 
-    Some network file systems would remember for a while that a file of the run folder is missing.
+    --output-dir is left out: a network file system may remember that a file is missing there, and
+    hide it when it is written.
     """
     words: list[str] = []
     for name, value in flags.items():
@@ -402,7 +410,7 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
         with user_errors(f"--output-dir {output_dir}"):
             refuse_links(output_dir)
             WrittenFiles(output_dir / "model").check()
-        lock = lock_folder(output_dir, lost=give_way)
+        lock = lock_folder(output_dir, lost=keep_lock)
         at_end.callback(lock.release)
     token = broadcast_object(lock.token if world.is_main else None)
     for _ in range(700):  # a network file system may take a minute to show a new file
@@ -415,14 +423,12 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
     )
 
 
-def give_way(loss: LeaseCompromise) -> None:
-    """End this run if another one has taken the lock over.
-
-    filelock stops its heartbeat at an I/O error. This goes on with it after an outage of the disk,
-    as long as the lock is still this run's.
-    """
+def keep_lock(loss: LeaseCompromise) -> None:
+    """Go on with the heartbeat of a lock that filelock has given up after an I/O error. End this
+    run if another one has taken the lock over."""
     lock = Path(loss.lock_file)
-    num_foreign = 0  # looks in a row that found another's: who waits moves the lock for a moment
+    # how often in a row the lock was another run's: one that waits moves it away for a moment
+    num_foreign = 0
     while loss.reason != "owner-changed" and num_foreign < 2:
         with suppress(OSError):
             if loss.token in lock.read_text():

@@ -10,7 +10,6 @@ from typing import Any
 from common.checkpoint import Checkpoints
 from common.command_line import flag, flat
 from common.config import changed_flags, save_config
-from common.distributed import handle_signals
 from common.ending import at_end, reached
 from common.files import jsonable
 from common.job import Job
@@ -20,8 +19,8 @@ from common.trackers import Trackers
 
 
 class Logger:
-    """The console line and metrics.jsonl always, trackers if they work: nothing in here may end or
-    delay a run. On ranks other than 0 (`is_main=False`) every method does nothing."""
+    """Writes a run's steps to the console, to metrics.jsonl, and to trackers if they work. Nothing
+    that fails here ends or delays the run. On ranks other than 0 every method does nothing."""
 
     def __init__(
         self,
@@ -35,7 +34,7 @@ class Logger:
         self.trackers = trackers
         self.is_main = is_main
         self.write_failed = False
-        # whether the file ends in half a line; None: not known so far
+        # whether the file ends in half a line; None: not looked yet
         self.torn: bool | None = None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -70,7 +69,7 @@ class Logger:
             if self.torn is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.torn = ends_in_half_a_line(self.path)
-            # opened each time: what could not be flushed is not kept and retried
+            # opened each time: a file kept open would write later what it could not flush
             with open(self.path, "a") as file:
                 if self.torn:
                     line = "\n" + line
@@ -96,12 +95,12 @@ class Logger:
 
 
 def ends_in_half_a_line(path: Path) -> bool:
-    """As a killed run leaves it: the next record must not be glued to it."""
+    """Whether the last line lacks its newline, as after a kill: the next record would join it."""
     return path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
 
 
-# {metric: (label, width, format)}: together 150 columns; those of an evaluation, which most steps
-# do not have, stand last
+# {metric: (label, width, format)}, 150 columns in all; evaluations come last, since most steps have
+# none
 COLUMNS = {
     "reward/mean": ("reward", 6, ".3f"),
     "reward/accuracy": ("acc", 5, ".3f"),
@@ -120,13 +119,13 @@ COLUMNS = {
 }
 
 
-# not on the lines of RL, whose loss says nothing: room for what does
-SUPERVISED = {"policy/loss", "optim/lr"}
+# columns that RL leaves out, to make room: its loss says nothing about progress
+LEFT_OUT_IN_RL = {"policy/loss", "optim/lr"}
 
 
 class StatusLine:
-    """Cells of fixed width, blank where a metric is absent; the time left by the median of the last
-    steps."""
+    """The console line of a step: cells of fixed width, blank where a metric is absent, and the
+    time left, from the median time of the last 20 steps."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
@@ -155,12 +154,13 @@ class StatusLine:
         """The columns from left to right: those of evaluations last."""
         columns = self.columns
         if "reward/mean" in columns:
-            columns = [name for name in columns if name not in SUPERVISED]
+            columns = [name for name in columns if name not in LEFT_OUT_IN_RL]
         return sorted(columns, key=lambda name: name.startswith("eval/"))
 
 
 def cells_of(metrics: dict[str, float]) -> dict[str, str]:
-    """{metric: its cell}."""
+    """{metric: its cell}. If there was no update, the reason stands in place of the gradient
+    norm."""
     cells = {}
     for name, (label, width, spec) in COLUMNS.items():
         if name in metrics:
@@ -188,24 +188,23 @@ def fitted(value: float, width: int, spec: str) -> str:
 
 
 def is_untrained(metrics: dict[str, float]) -> bool:
-    """Whether it is a step of training without a gradient: all groups were equal, or no token was
-    left to train on."""
+    """Whether a training step had no gradient: all groups were equal, or no token was trained."""
+    is_training_step = "optim/loss_scale" in metrics
     has_gradient = metrics.get("optim/grad_norm") or metrics.get("value/grad_norm")
-    return "optim/loss_scale" in metrics and not has_gradient
+    return is_training_step and not has_gradient
 
 
 def open_logger(
     job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True
 ) -> Logger:
-    """The logger of a run, after config.json is written; prints where the run goes on, and which
-    limits it has.
+    """The logger of a run, with config.json written if the run is new; a resume is recorded.
 
-    args: of the script. record: False for an evaluation, which writes no config.json.
+    args: of the script. record: False for an evaluation.
     """
-    world = job.world
+    is_main = job.world.is_main
     config = flat(args)
     config["micro_batch_tokens"] = job.micro_batch_tokens
-    if world.is_main and record and not checkpoints.resumes_own:  # a resume logs an event instead
+    if is_main and record and not checkpoints.resumes_own:
         save_config(
             job.output_dir,
             config,
@@ -215,19 +214,18 @@ def open_logger(
             engine_memory=job.engine_memory,
         )
     trackers = None
-    if world.is_main:
+    if is_main:
         trackers = Trackers(job.run.log, job.output_dir, config)
-    logger = Logger(job.output_dir, StatusLine(total_steps), trackers, world.is_main)
+    logger = Logger(job.output_dir, StatusLine(total_steps), trackers, is_main)
     at_end.callback(logger.close)
     if not record:
         say(f"evaluates {job.checkpoint or job.run.model}")
         return logger
     if job.checkpoint:
-        changed = changed_flags(job.output_dir, config) if world.is_main else {}
-        announce_resume(logger, job.checkpoint, checkpoints.start, total_steps, changed)
-    if world.is_main:
+        changed = changed_flags(job.output_dir, config) if is_main else {}
+        record_resume(logger, job.checkpoint, checkpoints.start, total_steps, changed)
+    if is_main:
         at_end.callback(draw_curves, job.output_dir)
-    handle_signals()
     budget = remembered_budget(job.output_dir, job.micro_batch_tokens)
     if budget < job.micro_batch_tokens:
         say(
@@ -244,10 +242,13 @@ def draw_curves(run_dir: Path) -> None:
     plot_curves(run_dir)
 
 
-def announce_resume(
+def record_resume(
     logger: Logger, checkpoint: Path, step: int, total_steps: int, changed: dict[str, list]
 ) -> None:
-    """changed: {name of a flag: [value at the first start, value now]}."""
+    """Record a resume, and print it with the flags whose values have changed.
+
+    changed: {name of a flag: [value at the first start, value now]}.
+    """
     event = {"event": "resumed", "step": step, "checkpoint": str(checkpoint)}
     if changed:
         event["changed"] = changed

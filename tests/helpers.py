@@ -84,12 +84,12 @@ def checkpoints_of(
         )
         for name, (model, optimizer) in trained.items()
     }
-    parts = {
-        name: SimpleNamespace(state_dict=lambda value=value: value) for name, value in state.items()
-    }
+    loader = None
+    if "loader" in state:
+        loader = SimpleNamespace(state_dict=lambda: state["loader"])
     options = {"save_every": 20, "micro_batch_tokens": 1024}
     checkpoints = Checkpoints(
-        folder, world, optimizers, parts, keep=keep, identity=identity or {}, **options
+        folder, world, optimizers, loader, keep=keep, identity=identity or {}, **options
     )
     checkpoints.best = best
     return checkpoints

@@ -129,7 +129,9 @@ def test_one_rank_exchanges_no_objects(tmp_path, world, monkeypatch):
 def test_frozen_weights_have_no_moments_to_save(tmp_path, world):
     model = nn.Linear(4, 3)
     model.bias.requires_grad_(False)
-    assert checkpoints_of(tmp_path, {"policy": (model, None)}, world).size() == 4 * (3 * 12 + 3)
+    assert checkpoints_of(tmp_path, {"policy": (model, None)}, world).num_bytes() == 4 * (
+        3 * 12 + 3
+    )
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path, world):
@@ -358,12 +360,12 @@ def adamw(seed: int, dtype=torch.float16, **options) -> GuardedAdamW:
 
 
 def checkpoints(
-    folder, world, names=("policy",), state=(), resume="auto", **options
+    folder, world, names=("policy",), loader=None, resume="auto", **options
 ) -> Checkpoints:
     """Those of a run folder; its `resume` loads what --resume names."""
     optimizers = {name: adamw(seed) for seed, name in enumerate(names, start=5)}
     options = {"save_every": 20, "keep": 1, "identity": {}, "micro_batch_tokens": 1024} | options
-    made = Checkpoints(folder, world, optimizers, dict(state), **options)
+    made = Checkpoints(folder, world, optimizers, loader, **options)
     made.resume = partial(made.resume, find_checkpoint(folder, resume, world))
     return made
 
@@ -394,7 +396,7 @@ def test_a_run_goes_on_where_its_checkpoint_is(tmp_path, world):
     state = {"best": 0.25, "loader": LOADER, "loss_scale": {"policy": SCALE, "critic": OTHER}}
     assert save_checkpoint(tmp_path, 7, saved, world, state=state)
     loader = PromptLoader(20, seed=0)
-    now = checkpoints(tmp_path, world, names=("policy", "critic"), state={"loader": loader})
+    now = checkpoints(tmp_path, world, names=("policy", "critic"), loader=loader)
     assert now.resume() == now.start == 7 and now.resumes_own
     assert now.best == 0.25 and loader.consumed == 9
     assert [now.optimizers[name].scale for name in ("policy", "critic")] == [8.0, 2.0]
@@ -544,26 +546,26 @@ def test_a_kill_between_the_names_of_a_save_loses_no_best(tmp_path, world, monke
 
 def test_a_clock_that_steps_back_costs_no_checkpoint(tmp_path, world):
     """Age is a time of the file system: what `latest` names is the newest, whatever that says."""
-    now = checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)})
+    now = checkpoints(tmp_path, world, loader=PromptLoader(20, seed=0))
     now.save(10, None)
     later = time.time() + 3600
     os.utime(tmp_path / "checkpoints/step_000010", (later, later))
     now.save(20, None)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000020"]
-    assert checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)}).resume() == 20
+    assert checkpoints(tmp_path, world, loader=PromptLoader(20, seed=0)).resume() == 20
 
 
 def test_others_may_read_all_of_a_checkpoint_if_they_may_read_some(tmp_path, world):
-    checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)}).save(1, None)
+    checkpoints(tmp_path, world, loader=PromptLoader(20, seed=0)).save(1, None)
     files = [path for path in (tmp_path / "checkpoints/step_000001").rglob("*") if path.is_file()]
     assert len(files) == 3 and len({path.stat().st_mode & 0o044 for path in files}) == 1
 
 
 def test_what_is_saved_and_what_is_left_out(tmp_path, world):
-    """A state that is None (no loader with --eval-only) is neither saved nor asked for."""
+    """Without a loader, as with --eval-only, its position is neither saved nor loaded."""
     loader = PromptLoader(20, seed=0)
     loader.next(13)
-    now = checkpoints(tmp_path, world, state={"loader": loader, "nothing": None})
+    now = checkpoints(tmp_path, world, loader=loader)
     now.optimizers["policy"].loss_scale.good_steps = 2
     now.save(4, 0.5)
     assert record_of(tmp_path, 4) == {
@@ -575,14 +577,14 @@ def test_what_is_saved_and_what_is_left_out(tmp_path, world):
         "loader": {"consumed": 13, "seed": 0, "num_rows": 20, "fingerprint": ""},
         "loss_scale": {"policy": {"scale": 2.0**14, "good_steps": 2, "dynamic": True}},
     }
-    looking = checkpoints(tmp_path, world, state={"loader": None})
-    assert looking.resume() == 4 and looking.state == {}
+    looking = checkpoints(tmp_path, world, loader=None)
+    assert looking.resume() == 4
 
 
 def test_an_epoch_is_saved_where_it_ends(tmp_path, world):
     """20 rows, 8 a step; after a resume the epochs that ended before it are known."""
     loader = PromptLoader(20, seed=0)
-    now = checkpoints(tmp_path, world, state={"loader": loader})
+    now = checkpoints(tmp_path, world, loader=loader)
     now.save_every = "epoch"
     ends = []
     for step in range(1, 7):
@@ -591,10 +593,10 @@ def test_an_epoch_is_saved_where_it_ends(tmp_path, world):
             ends.append(step)
             assert now.save(step, None)
     assert ends == [3, 5]
-    again = checkpoints(tmp_path, world, state={"loader": PromptLoader(20, seed=0)})
+    again = checkpoints(tmp_path, world, loader=PromptLoader(20, seed=0))
     again.save_every = "epoch"
     assert again.resume() == 5 and not again.due(5, None)
-    again.state["loader"].next(20)
+    again.loader.next(20)
     assert again.due(6, None) and not again.due(7, None)
 
 
@@ -602,7 +604,7 @@ def test_a_disk_without_room_for_all_that_will_be_kept_is_told(
     tmp_path, world, monkeypatch, capsys
 ):
     now = checkpoints(tmp_path, world, keep=3)
-    needed = 5 * now.size()  # besides the three, the best and the one being written
+    needed = 5 * now.num_bytes()  # besides the three, the best and the one being written
     for free, told in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr("common.checkpoint.free_bytes", lambda folder, free=free: free)
         now.warn_if_large()

@@ -43,7 +43,7 @@ from common.distributed import World
 from common.flags import Data, Rollout, Run
 from common.look.show import show
 from common.progress import Progress
-from common.rollout.opening import announce, open_prompts
+from common.rollout.opening import open_prompts, print_plan
 from common.rollout.rollouts import Rollouts
 from common.types import with_replies
 
@@ -1031,7 +1031,7 @@ def test_ranks_share_the_prompts_of_a_step():
 @pytest.mark.parametrize("rows, warnings", [(4, 0), (3, 1)])
 def test_a_step_larger_than_the_data_is_told(rows, warnings, capsys):
     flags = Rollout(prompts_per_step=4, samples_per_prompt=2)
-    announce(flags, num_rows=rows, prompts_per_step=4, total_steps=6, updates=1)
+    print_plan(flags, num_rows=rows, prompts_per_step=4, total_steps=6, updates=1)
     said = capsys.readouterr().out.splitlines()
     assert f"6 steps pass over the data {24 / rows:.2f} times" in said[0]
     told = (

@@ -254,7 +254,7 @@ def rollouts(tmp_path, tokenizer, monkeypatch):
         eval_rows=600,
         engine=Engine(),
         turns=None,
-        workers=score,
+        reward_workers=score,
     )
 
 
@@ -340,7 +340,8 @@ def test_rows_without_a_truth_are_sampled_and_not_scored(rollouts, tmp_path, cap
     texts = [(f"{i} 1 = 2", {"target": i} if i % 3 else None) for i in range(9)]
     rollouts.eval_data = Rows(texts, rollouts.tokenizer)
     events = SimpleNamespace(event=lambda record: events.said.append(record), said=[])
-    path = rollouts.evaluate_only(None, 20, events)
+    rollouts.evaluate_only(None, 20, events)
+    (path,) = tmp_path.glob("eval_samples.*")
     samples = pq.read_table(path).to_pylist()
     (metrics,) = events.said
     for i, columns in enumerate(samples):

@@ -658,9 +658,9 @@ def test_a_full_disk_costs_the_checkpoint_and_leaves_no_partial_files(small_disk
     ]
     assert (
         len(warning) == 1
-        and "No space left on device: lower --keep-checkpoints or free some" in warning[0]
+        and "No space left on device: lower --keep-checkpoints or free some space" in warning[0]
     )
-    assert "it takes 6" in warning[0], "bytes"
+    assert "takes 6" in warning[0], "bytes"
     assert sorted(path.name for path in (small_disk / "checkpoints").iterdir()) == [
         "latest",
         "step_000001",

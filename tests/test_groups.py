@@ -8,7 +8,7 @@ import pytest
 from helpers import checked_args, make_args
 
 import grpo
-from common.rollout.opening import announce
+from common.rollout.opening import print_plan
 from common.steps import Stopwatch
 from common.types import Episode
 
@@ -203,7 +203,7 @@ def test_as_many_calls_of_all_make_no_group_unequal(world, bonus, kept):
 
 def test_an_epoch_counts_the_prompts_that_are_drawn(capsys):
     flags = grpo.Rollout(prompts_per_step=4, samples_per_prompt=2)
-    announce(flags, num_rows=30, prompts_per_step=6, total_steps=10, updates=1)
+    print_plan(flags, num_rows=30, prompts_per_step=6, total_steps=10, updates=1)
     assert (
         "30 prompts; a step: 6 x 2 samples, 1 updates; 10 steps pass over the data 2.00 times"
         in capsys.readouterr().out

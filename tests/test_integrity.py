@@ -457,7 +457,7 @@ def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
     ended = []
     monkeypatch.setattr(job, "fail", ended.append)
     monkeypatch.setattr(job, "leave", ended.append)
-    first = lock_folder(tmp_path, lost=job.give_way)
+    first = lock_folder(tmp_path, lost=job.keep_lock)
     theirs = tmp_path / "theirs"
     theirs.write_text((tmp_path / "lock").read_text().replace("token=", "token=1"))
     theirs.replace(tmp_path / "lock")
@@ -475,7 +475,7 @@ def test_a_heart_beats_on_when_the_disk_is_back(tmp_path, monkeypatch):
     monkeypatch.setattr(job, "leave", ended.append)
     lock = tmp_path / "lock"
     loss = LeaseCompromise(str(lock), "mine", "refresh-failed", OSError(5, "Input/output error"))
-    heart = threading.Thread(target=job.give_way, args=(loss,), daemon=True)
+    heart = threading.Thread(target=job.keep_lock, args=(loss,), daemon=True)
     heart.start()  # the disk is away
     lock.write_text("token=mine")
     os.utime(lock, (0, 0))

@@ -26,7 +26,7 @@ from helpers import (
 from torch.distributed.run import get_args_parser as torchrun_arguments
 
 from common.distributed import World, check_same, make_mesh
-from common.job import describe_run
+from common.job import facts_of_machine
 from common.manifest import fingerprint
 from common.rendezvous import find_interface
 
@@ -439,7 +439,7 @@ def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_pa
         f"grpo.py --seed=3 --no-compile --train-data {rows},gone --reward-function {__file__}:f"
     ).split()
     monkeypatch.setattr(sys, "argv", [*command, "--output-dir", "x y"])
-    facts = describe_run(str(tmp_path))
+    facts = facts_of_machine(str(tmp_path))
     assert facts["seed"] == "3" and facts["no-compile"] == "" and facts["output-dir"] == "x y"
     assert {
         "grpo.py",
@@ -453,7 +453,7 @@ def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_pa
     assert models == {"model config.json", "model model.safetensors", "model tokenizer.json"}
     for path in (tmp_path / "model.safetensors", rows):
         path.write_text(path.read_text() + " ")
-    after = describe_run(str(tmp_path))
+    after = facts_of_machine(str(tmp_path))
     changed = {name for name in facts if facts[name] != after[name]}
     assert changed == {"model model.safetensors", str(rows)}
 

@@ -21,7 +21,7 @@ import grpo
 from common.engine.vllm import refuse_other_files, start_errors
 from common.export import export_hugging_face
 from common.hub import FOLDERS, JSON_FILES, load_tokenizer, require_weights, resolve_model
-from common.job import Job, describe_run
+from common.job import Job, facts_of_machine
 from common.models import Policy, load_policy, unsupported
 from common.packing import TokenIndex, pack
 from common.torch_repair import check_version
@@ -212,7 +212,7 @@ def test_what_is_no_file_of_a_model_is_named_and_not_waited_for(tmp_path, name, 
         assert f": {file.name} is a " in text
         monkeypatch.setattr("sys.argv", ["ppo.py", "--critic-model", str(folder)])
         with deadline(20):
-            describe_run(str(folder))
+            facts_of_machine(str(folder))
         if file.is_dir():
             file.rmdir()
 

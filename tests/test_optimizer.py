@@ -23,7 +23,7 @@ def make(dtype=torch.float32, **options) -> GuardedAdamW:
 
 def checkpoints(folder, world, adamw: GuardedAdamW) -> Checkpoints:
     options = {"save_every": 20, "keep": 2, "identity": {}, "micro_batch_tokens": 1024}
-    return Checkpoints(folder, world, {"policy": adamw}, {}, **options)
+    return Checkpoints(folder, world, {"policy": adamw}, None, **options)
 
 
 def give_gradient(model: nn.Module, seed: int, factor: float = 1.0) -> None:

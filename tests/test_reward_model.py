@@ -207,7 +207,9 @@ def test_it_takes_the_engines_place(monkeypatch):
     monkeypatch.setattr("common.rollout.rollouts.score_episodes", lambda *_: done.append("rule"))
     model = SimpleNamespace(score_episodes=lambda *_: done.append("model"))
     engine = SimpleNamespace(sleep=lambda: done.append("sleep"))
-    rollouts = SimpleNamespace(engine=engine, reward_model=model, workers=None, tokenizer=None)
+    rollouts = SimpleNamespace(
+        engine=engine, reward_model=model, reward_workers=None, tokenizer=None
+    )
     Rollouts.score(rollouts, [], {})
     assert done == ["rule", "sleep", "model"]
     Rollouts.score(SimpleNamespace(**vars(rollouts) | {"reward_model": None}), [], {})

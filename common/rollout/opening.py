@@ -1,4 +1,4 @@
-"""How a script opens what it samples from and scores with: prompts, tools, rewards, the engine."""
+"""Open the parts that sample and score: tools, prompts, turns, reward workers, the engine."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_rollout(job: Job, rollout: Rollout) -> None:
-    """SystemExit for flags that cannot work with this model, machine or run folder, and for weights
-    that are incomplete: the engine would be the first to miss some."""
+    """SystemExit for rollout flags that cannot work with this model, machine or run folder."""
     if rollout.replay and (job.output_dir / "checkpoints").exists():
         raise SystemExit(
             f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir"
@@ -36,7 +35,6 @@ def check_rollout(job: Job, rollout: Rollout) -> None:
         "sleep_level": (job.world.device.type == "cuda", "a GPU"),
     }
     refuse_idle(rollout, uses)
-    job.check_weights(job.path)
 
 
 def open_engine_group(rollout: Rollout, run: Run) -> ProcessGroup | None:
@@ -73,7 +71,7 @@ def open_python(rollout: Rollout, names: list[str], group: ProcessGroup | None) 
 
     if len(names) > 1 or rollout.environment:
         raise ValueError(
-            f"--tools {rollout.tools}: python has sandboxes of its own, and stands alone"
+            f"--tools {rollout.tools}: python takes no other tools and no --environment beside it"
         )
     confined = names == ["python"]
     if not confined:
@@ -91,13 +89,12 @@ def open_python(rollout: Rollout, names: list[str], group: ProcessGroup | None) 
 
 
 def has_tools(rollout: Rollout) -> bool:
-    """Whether the policy may call something: a function as --environment only answers. SystemExit
-    if that cannot be loaded."""
-    return bool(rollout.tools) or plays(rollout)
+    """Whether the policy may call something. A function as --environment gives it nothing to call.
+    SystemExit if the environment cannot be loaded."""
+    return bool(rollout.tools) or has_environment_class(rollout)
 
 
-def plays(rollout: Rollout) -> bool:
-    """Whether --environment names a class."""
+def has_environment_class(rollout: Rollout) -> bool:
     if rollout.environment is None:
         return False
     from common.tools.environments import is_class
@@ -107,17 +104,19 @@ def plays(rollout: Rollout) -> bool:
 
 
 def open_prompts(
-    job: Job, data: Data, rollout: Rollout, tools: "ToolPool | None"
+    job: Job, data: Data, rollout: Rollout, tool_pool: "ToolPool | None"
 ) -> tuple[PromptData | None, PromptData | None]:
     """(prompts to train on, None with --eval-only; prompts to evaluate on, None without any).
 
     If the chat template renders any of them, responses end where it ends a turn.
     """
-    offered: dict[str, Tool] | None = tools.tools if tools else None
+    tools: dict[str, Tool] | None = tool_pool.tools if tool_pool else None
     train_data = None
     eval_data = None
+    # pictures and tools always need the template: the end token is repaired before rows are read
+    needs_template = job.vision is not None or tool_pool is not None
     with user_errors():
-        if job.vision or tools:
+        if needs_template:
             end_turns_properly(job.tokenizer, job.vision and job.vision.processor)
         options = {
             "data": data,
@@ -125,43 +124,45 @@ def open_prompts(
             "tokenizer": job.tokenizer,
             "vision": job.vision,
             "world": job.world,
-            "tools": offered,
+            "tools": tools,
             "num_embeddings": job.num_embeddings,
-            "plays": plays(rollout),
+            "plays": has_environment_class(rollout),
         }
         if not rollout.eval_only:
             train_data = PromptData(data.train_data, max_rows=data.max_rows, **options)
         if data.eval_data:
             eval_data = PromptData(data.eval_data, flag="--eval-data", **options)
-    has_template = any(data and data.uses_template for data in (train_data, eval_data))
-    if has_template and not (job.vision or tools):  # with those it was done before
+    # plain text: only now is it known whether a row needs the template
+    datasets = [data for data in (train_data, eval_data) if data]
+    if not needs_template and any(data.uses_template for data in datasets):
         end_turns_properly(job.tokenizer, None)
     return train_data, eval_data
 
 
-def open_turns(job: Job, rollout: Rollout, tools: "ToolPool | None") -> "Turns | None":
-    """How trajectories go on after the policy's first turn; None if nothing answers it."""
-    if tools is None:
+def open_turns(job: Job, rollout: Rollout, tool_pool: "ToolPool | None") -> "Turns | None":
+    """The sampler of trajectories of several turns; None if nothing answers the policy."""
+    if tool_pool is None:
         return None
     from common.rollout.trajectories import Turns
 
     with user_errors():
-        protocol = open_protocol(job.tokenizer, tools)
-        return Turns(job.tokenizer, tools, job.vision, rollout, protocol)
+        protocol = open_protocol(job.tokenizer, tool_pool)
+        return Turns(job.tokenizer, tool_pool, job.vision, rollout, protocol)
 
 
-def open_protocol(tokenizer, tools: "ToolPool") -> "Protocol | None":
-    """How the policy calls tools by its chat template; None if it has no tools, or if only prompts
-    can teach it. ValueError for a template that calls them in a way that is not known."""
+def open_protocol(tokenizer, tool_pool: "ToolPool") -> "Protocol | None":
+    """The format in which the policy's chat template writes calls. None if there is nothing to
+    call, or if the template has no calls and prompts explain them. ValueError if its format is
+    unknown."""
     from common.data.protocols import Code, protocol_of
 
-    schemas = [tool.schema for tool in tools.tools.values()]
+    schemas = [tool.schema for tool in tool_pool.tools.values()]
     if not schemas:
         return None
     try:
         return protocol_of(tokenizer, schemas)
     except ValueError:
-        if tools.protocol is Code:
+        if tool_pool.protocol is Code:
             return None
         raise
 
@@ -173,6 +174,7 @@ def open_reward_workers(
     rows now, not after the first rollout. SystemExit if they fail."""
     prompts = [data for data in datasets if data]
     with user_errors():
+        # a reward of the environment takes the place of the built-in functions
         has_reward = turns is not None and turns.try_out(prompts[0])
         sources: set[str] = set()  # of rows that the built-in functions score
         if not rollout.reward_function and not has_reward:
@@ -242,11 +244,11 @@ def start_engine(config: EngineConfig, uses_vllm: bool) -> Engine:
     return HuggingFaceEngine(config)
 
 
-def announce(
+def print_plan(
     rollout: Rollout, num_rows: int, prompts_per_step: int, total_steps: int, updates: int
 ) -> None:
-    """Print what is going to happen. prompts_per_step: as drawn. updates: optimizer steps after
-    each rollout."""
+    """Print how many prompts, samples and updates the run will have. prompts_per_step: with those
+    that --oversample adds. updates: optimizer steps after each rollout."""
     passes = total_steps * prompts_per_step / num_rows
     say(
         f"{num_rows} prompts; a step: {prompts_per_step} x {rollout.samples_per_prompt} samples, "

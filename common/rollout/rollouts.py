@@ -1,4 +1,4 @@
-"""What an RL script samples from, scores with and evaluates by."""
+"""Sampling, scoring and evaluation, as one rank of an RL script does them."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -29,44 +29,40 @@ if TYPE_CHECKING:
     from common.rewards.model import RewardModel
     from common.rollout.trajectories import Turns
 
-MAX_SAMPLES = 256  # of an evaluation, on a rank, that are under way
-MAX_ROWS_WITH_PICTURES = 64  # of it, for a model that sees: a megapixel takes 8 MB
+MAX_SAMPLES = 256  # samples of an evaluation that a rank has under way
+MAX_ROWS_WITH_PICTURES = 64  # rows, if they have pictures: a megapixel takes 8 MB
 
 
 @dataclass
 class Rollouts:
-    """The parts of a rollout, as this rank has them.
-
-    engine: None with --replay. turns: None without tools. train_data, loader: None with
-    --eval-only.
-    """
+    """Draws prompts, samples, scores and evaluates, with the parts that this rank has opened."""
 
     world: World
     tokenizer: "transformers.PreTrainedTokenizerBase"
     flags: Rollout
     seed: int
     output_dir: Path
-    train_data: PromptData | None
+    train_data: PromptData | None  # None with --eval-only, as is the loader
     loader: PromptLoader | None
     eval_data: PromptData | None
     eval_rows: int  # how many rows of eval_data are used, at most
-    engine: Engine | None
-    turns: "Turns | None"
-    workers: RewardWorkers
+    engine: Engine | None  # None with --replay
+    turns: "Turns | None"  # None if nothing answers the policy
+    reward_workers: RewardWorkers
     reward_model: "RewardModel | None" = None
-    group: ProcessGroup | None = None  # the ranks that share the engine
+    engine_group: ProcessGroup | None = None  # the ranks that share the engine
 
     @property
     def can_evaluate(self) -> bool:
         return self.engine is not None and self.eval_data is not None
 
     def draw(self, count: int, first: int = 0) -> dict[int, Row]:
-        """This rank's share of the next `count` prompts, by their place in the step. `first` is
-        the place of the first one."""
-        places = list(enumerate(self.loader.next(count), start=first))
-        share = places[self.world.rank :: self.world.size]
-        rows = in_threads(self.train_data.__getitem__, [number for _, number in share])
-        return {place: row for (place, _), row in zip(share, rows)}
+        """This rank's share of the next `count` prompts: {place in the step: row}, where the places
+        of all ranks begin at `first`."""
+        drawn = list(enumerate(self.loader.next(count), start=first))
+        share = drawn[self.world.rank :: self.world.size]
+        rows = in_threads(self.train_data.__getitem__, [position for _, position in share])
+        return dict(zip([place for place, _ in share], rows))
 
     def sample(
         self, prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext
@@ -77,20 +73,22 @@ class Rollouts:
             max_tokens=self.flags.max_response_tokens,
             temperature=self.flags.temperature,
         )
-        return self.sample_with(sampling, prompts, step=step, weights_step=step, watch=watch)
+        return self._sample(sampling, prompts, seed_step=step, weights_step=step, watch=watch)
 
-    def sample_with(
+    def _sample(
         self,
         sampling: Sampling,
         prompts: Mapping[int, Row],
         *,
-        step: int,
+        seed_step: int,
         weights_step: int,
         watch: Watch = nullcontext,
     ) -> list[Episode]:
         """Episodes of this rank's prompts. Ranks that share an engine all sample for the prompts of
         all of them."""
-        prompts_of_ranks = gather_objects(prompts, self.group) if self.group else [prompts]
+        prompts_of_ranks = (
+            gather_objects(prompts, self.engine_group) if self.engine_group else [prompts]
+        )
         all_prompts: dict[int, Row] = {}
         for prompts_of_rank in prompts_of_ranks:
             all_prompts |= prompts_of_rank
@@ -99,20 +97,20 @@ class Rollouts:
             dict(sorted(all_prompts.items())),
             sampling,
             seed=self.seed,
-            step=step,
+            step=seed_step,
             weights_step=weights_step,
             turns=self.turns,
             watch=watch,
         )
-        if self.group:
+        if self.engine_group:
             token_ids = tuple(token for episode in episodes for token in episode.response_ids)
-            if len(set(gather_objects(hash(token_ids), self.group))) > 1:
+            if len(set(gather_objects(hash(token_ids), self.engine_group))) > 1:
                 raise RuntimeError("the ranks that share an engine have sampled different tokens")
         return [episode for episode in episodes if episode.prompt_index in prompts]
 
     def score(self, episodes: list[Episode], prompts: Mapping[int, Row]) -> None:
         """Fill the rewards of episodes. A reward model takes the engine's place in memory."""
-        score_episodes(episodes, prompts, self.workers, self.tokenizer)
+        score_episodes(episodes, prompts, self.reward_workers, self.tokenizer)
         if self.reward_model:
             self.engine.sleep()
             self.reward_model.score_episodes(episodes, prompts, self.tokenizer)
@@ -120,13 +118,12 @@ class Rollouts:
     def evaluate(
         self, policy: nn.Module, step: int, samples_file: Path | None = None
     ) -> dict[str, float]:
-        """eval/* of the policy, whose weights are those of `step`; the same on every rank. Leaves
-        the engine asleep.
+        """Sample and score the first --eval-rows rows with the policy's weights, those of `step`.
+        Returns eval/*, the same on every rank; the engine is asleep afterwards.
 
-        Each rank samples its share of the first --eval-rows rows. Seeds depend on the row alone, so
-        two evaluations differ by the weights alone. A response that could not be scored scores 0,
-        one without a truth not at all. Writes all samples to eval/step_NNNNNN.parquet, or to
-        `samples_file`, with a table on the console.
+        A seed depends on the row alone, so two evaluations differ only by the weights. A response
+        that could not be scored counts as 0; a row without a truth does not count. All samples are
+        written to eval/step_NNNNNN.parquet, or to `samples_file`, then with a table on the console.
         """
         sync_engine(self.engine, policy, step)
         samples: list[dict] = []
@@ -143,16 +140,21 @@ class Rollouts:
         self.engine.sleep()
         samples.sort(key=lambda sample: sample["group"])
         if self.world.is_main:
-            if samples_file:
-                table = report(samples, samples_file, self.eval_data.record)
-                say(
-                    f"{table}\nsamples: {samples_file}, of the first {num_rows} of "
-                    f"{len(self.eval_data)} rows (--eval-rows)"
-                )
-            else:
-                report(samples, self.output_dir / "eval" / f"step_{step:06d}.parquet")
+            self._write_samples(samples, step, samples_file, num_rows)
             print_samples(step, samples)
         return summarize_with_bounds(samples)
+
+    def _write_samples(
+        self, samples: list[dict], step: int, samples_file: Path | None, num_rows: int
+    ) -> None:
+        if samples_file is None:
+            report(samples, self.output_dir / "eval" / f"step_{step:06d}.parquet")
+            return
+        table = report(samples, samples_file, self.eval_data.record)
+        say(
+            f"{table}\nsamples: {samples_file}, of the first {num_rows} of "
+            f"{len(self.eval_data)} rows (--eval-rows)"
+        )
 
     def _rows_at_once(self) -> int:
         """Rows of an evaluation that are under way together, over all ranks."""
@@ -170,19 +172,18 @@ class Rollouts:
             temperature=self.flags.eval_temperature,
             top_p=self.flags.eval_top_p,
         )
-        episodes = self.sample_with(sampling, rows, step=-1, weights_step=step)
+        # no training step: the seeds of an evaluation do not depend on when it happens
+        episodes = self._sample(sampling, rows, seed_step=-1, weights_step=step)
         with_truth = [e for e in episodes if rows[e.prompt_index].ground_truth is not None]
-        score_episodes(with_truth, rows, self.workers, self.tokenizer)
+        score_episodes(with_truth, rows, self.reward_workers, self.tokenizer)
         has_tools = self.turns is not None
         return [as_sample(e, rows[e.prompt_index], self.tokenizer, has_tools) for e in episodes]
 
-    def evaluate_only(self, policy: nn.Module, step: int, logger: Logger) -> Path:
-        """--eval-only: the table on the console, all samples in the run folder; returns their
-        file."""
+    def evaluate_only(self, policy: nn.Module, step: int, logger: Logger) -> None:
+        """--eval-only: the table on the console, all samples in the run folder."""
         samples_file = self.output_dir / f"eval_samples{self.eval_data.files.suffix}"
         metrics = self.evaluate(policy, step, samples_file)
         logger.event({"event": "eval_only", "step": step, **metrics})
-        return samples_file
 
     def dump(
         self,
@@ -192,8 +193,8 @@ class Rollouts:
         advantages: list[float],
         micro_batch_tokens: int,
     ) -> None:
-        """Write the episodes of a step into the run folder, and a page to look at. All ranks call
-        it together."""
+        """Write the episodes of a step, and a page to look at them, into the run folder.
+        advantages: of `trained`. All ranks call it together."""
         path = dump_rollouts(
             self.output_dir / "rollouts",
             step,

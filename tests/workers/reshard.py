@@ -85,7 +85,7 @@ def main(_: None) -> None:
         Path(end),
         world,
         {"policy": adamw},
-        {"loader": loader},
+        loader,
         save_every=20,
         keep=2,
         identity={},
