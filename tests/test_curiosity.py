@@ -20,7 +20,7 @@ from curiosity_rl import (
     of_unequal_groups,
 )
 
-PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free": 1}
+PAPER = {"alpha": 0.5, "target": 0.3, "penalty": 0.05, "free_calls": 1}
 
 
 def call(error: bool = False) -> dict:
@@ -60,11 +60,15 @@ def args(**options) -> Args:
     "looking, paper, image, video", [(1, 0.0875, 0.175, 0.233333), (2, 0.025, 0.025, 0.033333)]
 )
 def test_bonus_of_the_table(looking, paper, image, video):
-    rapr = looking / 8
-    assert curiosity_terms("paper", 1, rapr, False, **PAPER) == pytest.approx((paper, 0.0))
-    assert curiosity_terms("paper", 1, rapr, True, **PAPER) == pytest.approx((paper, 0.0))
-    assert curiosity_terms("repo", 1, rapr, False, **PAPER) == pytest.approx((image, 0.0), abs=1e-6)
-    assert curiosity_terms("repo", 1, rapr, True, **PAPER) == pytest.approx((video, 0.0), abs=1e-6)
+    share_looking = looking / 8
+    assert curiosity_terms("paper", 1, share_looking, False, **PAPER) == pytest.approx((paper, 0.0))
+    assert curiosity_terms("paper", 1, share_looking, True, **PAPER) == pytest.approx((paper, 0.0))
+    assert curiosity_terms("repo", 1, share_looking, False, **PAPER) == pytest.approx(
+        (image, 0.0), abs=1e-6
+    )
+    assert curiosity_terms("repo", 1, share_looking, True, **PAPER) == pytest.approx(
+        (video, 0.0), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("variant", ["paper", "repo"])
@@ -78,7 +82,7 @@ def test_no_bonus_where_enough_of_a_group_look(variant, looking):
 def test_calls_above_the_free_ones_cost_whether_they_help_or_not(variant):
     costs = [curiosity_terms(variant, n, 1.0, False, **PAPER)[1] for n in range(6)]
     assert costs == pytest.approx([0, 0, -0.05, -0.1, -0.15, -0.2])
-    assert curiosity_terms(variant, 4, 1.0, False, **(PAPER | {"free": 3, "penalty": 0.2}))[
+    assert curiosity_terms(variant, 4, 1.0, False, **(PAPER | {"free_calls": 3, "penalty": 0.2}))[
         1
     ] == pytest.approx(-0.2)
 
@@ -92,7 +96,7 @@ def test_without_curiosity_and_without_a_call_there_is_neither():
 
 def test_calls_below_the_free_ones_are_no_gain():
     assert [
-        curiosity_terms("paper", n, 1.0, False, **(PAPER | {"free": 3})) for n in (1, 2, 3)
+        curiosity_terms("paper", n, 1.0, False, **(PAPER | {"free_calls": 3})) for n in (1, 2, 3)
     ] == [(0.0, 0.0)] * 3
 
 
