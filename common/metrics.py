@@ -10,9 +10,9 @@ from common.progress import say
 from common.rewards import is_correct
 from common.types import FINISH_REASONS, Episode, by_prompt
 
-RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # to finish an episode
-MAX_COMPONENTS = 32  # numbers of a reward function, beside the score
-# reward/NAME of other metrics, which a component of the same name must not change
+RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # why an episode seldom ends
+MAX_COMPONENTS = 32  # names of numbers that a reward function returns beside the score
+# NAMEs of reward/NAME that are other metrics: numbers of a reward function so called are left out
 RESERVED = {"score", "acc", "mean", "std", "mean_square", "accuracy", "failed"}
 RESERVED |= {"zero_variance_groups", "model_mean", "unscored_steps"}
 
@@ -28,37 +28,37 @@ class Means:
         self.counts: dict[str, float] = {}
         self.totals: dict[str, float] = {}
 
-    def add(self, name: str, total: Tensor | float, count: float = 1.0) -> None:
-        """`total` is the sum of `count` values."""
-        total = total.detach().double() if isinstance(total, Tensor) else total
-        self.sums[name] = self.sums.get(name, 0.0) + total
+    def add(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
+        """`value` is the sum of `count` values."""
+        if isinstance(value, Tensor):
+            value = value.detach().double()
+        self.sums[name] = self.sums.get(name, 0.0) + value
         self.counts[name] = self.counts.get(name, 0.0) + count
 
     def add_total(self, name: str, value: float, on_every_rank: bool = False) -> None:
-        """A metric that is a sum and no mean; a value that all ranks know counts once."""
-        self.totals[name] = self.totals.get(name, 0.0) + value / (
-            world_size() if on_every_rank else 1
-        )
+        """Add to a metric that is a sum and not a mean. on_every_rank: all ranks add the same
+        value, and it counts once."""
+        share = value / world_size() if on_every_rank else value
+        self.totals[name] = self.totals.get(name, 0.0) + share
 
     def merge(self, other: "Means") -> None:
-        for name, total in other.sums.items():
-            self.add(name, total, other.counts[name])
+        for name, value in other.sums.items():
+            self.add(name, value, other.counts[name])
         for name, value in other.totals.items():
             self.add_total(name, value)
 
     def reduce(self) -> dict[str, float]:
         """{name: mean or total over all ranks}; a mean of nothing is left out. All ranks call it
         together."""
-        self.sums = {name: float(total) for name, total in self.sums.items()}
+        self.sums = {name: float(value) for name, value in self.sums.items()}  # off the device
         whole = Means()
-        # ranks may hold different names: one without episodes has none
+        # ranks may hold different names: one without episodes has no means of them
         for part in gather_objects(self):
             whole.merge(part)
-        means = {
-            name: total / whole.counts[name]
-            for name, total in whole.sums.items()
-            if whole.counts[name]
-        }
+        means = {}
+        for name, value in whole.sums.items():
+            if whole.counts[name]:
+                means[name] = value / whole.counts[name]
         return means | whole.totals
 
 
@@ -84,6 +84,7 @@ def rollout_means(
 def add_reward_means(means: Means, scored: list[Episode]) -> None:
     scores = [episode.score for episode in scored]
     means.add("reward/mean", math.fsum(scores), count=len(scored))
+    # for reward/std
     means.add("reward/mean_square", math.fsum(x**2 for x in scores), count=len(scored))
     num_correct = sum(is_correct(episode.rewards) for episode in scored)
     means.add("reward/accuracy", num_correct, count=len(scored))
@@ -94,13 +95,14 @@ def add_reward_means(means: Means, scored: list[Episode]) -> None:
             num_groups += 1
             num_equal += len({episode.score for episode in group}) == 1
     means.add("reward/zero_variance_groups", num_equal, count=num_groups)
-    of_model = [e.model_reward for e in scored if e.model_reward is not None]
-    means.add("reward/model_mean", math.fsum(of_model), count=len(of_model))
+    model_rewards = [e.model_reward for e in scored if e.model_reward is not None]
+    means.add("reward/model_mean", math.fsum(model_rewards), count=len(model_rewards))
 
 
 def add_reward_components(means: Means, scored: list[Episode]) -> None:
-    """reward/NAME of what scripts have added to the score, and of what the reward function has
-    returned beside it, unless that is too much: as if each response had names of its own."""
+    """reward/NAME of what scripts have added to the score, and of the numbers that the reward
+    function returned beside it. If those have more than MAX_COMPONENTS names, as when each
+    response has names of its own, they are left out."""
     components = [reward_components(episode) for episode in scored]
     names = set().union(*components)
     (num_names,) = all_reduce([len(names)], "max")
@@ -133,7 +135,8 @@ def add_response_means(means: Means, episodes: list[Episode], seconds: dict[str,
     for reason in RARE_REASONS:
         num_finished = sum(episode.finish_reason == reason for episode in episodes)
         means.add(f"rollout/{reason}", num_finished, count=len(episodes))
-    if "rollout" in seconds:  # tokens of all ranks over the seconds of one
+    if "rollout" in seconds:
+        # summed over ranks, these counts are the mean seconds of a rank
         means.add("rollout/tokens_per_s", num_tokens, count=seconds["rollout"] / world_size())
 
 
@@ -152,10 +155,9 @@ def add_tool_means(means: Means, episodes: list[Episode]) -> None:
 
 
 def rollout_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The reduced means of a step with the spread of its rewards, and without reasons to finish
-    that did not occur.
+    """The reduced means, with reward/std, and without finish reasons that did not occur.
 
-    A step of which no response could be scored has no rewards, but reward/unscored_steps.
+    If no response of a step could be scored, reward/unscored_steps takes the place of rewards.
     """
     if "reward/mean" in metrics:
         mean_square = metrics.pop("reward/mean_square")
@@ -169,11 +171,8 @@ def rollout_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - var(returns - values) / var(returns) over the tokens of all ranks, [T] each here; all
-    ranks call it.
-
-    NaN if the returns do not vary: there is nothing to explain.
-    """
+    """1 - var(returns - values) / var(returns) over the tokens of all ranks; NaN if the returns do
+    not vary. values, returns: [T], of this rank. All ranks call it together."""
     error = (returns - values).double()
     returns = returns.double()
     moments = [

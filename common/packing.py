@@ -26,7 +26,7 @@ from common.progress import Progress
 from common.types import Episode
 from common.vision import Vision
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -34,7 +34,8 @@ class MicroBatch:
     """One forward and backward: a row of L tokens, N of them trained."""
 
     input_ids: Tensor  # [1, L] int64
-    # [1, L] int64, from 0 at the start of each prompt; with vision [4, 1, L]: these, M-RoPE's
+    # [1, L] int64: counted from the start of the prompt; with vision [4, 1, L]: these positions,
+    # then the three of M-RoPE
     position_ids: Tensor
     hidden_index: Tensor  # [N] int64: where in the row a trained token is predicted
     targets: Tensor  # [N] int64: the token's id
@@ -42,7 +43,7 @@ class MicroBatch:
     slots: Tensor  # [S] int64: where in the row the placeholders of pictures are
     features: Tensor  # [S] int64: which feature belongs there, of those of `media` in order
     media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
-    # segments of the row, lengths in tokens: [prompt, response, response, ...], ...
+    # lengths of the row's segments in tokens, a list for each prompt: [prompt, response, ...]
     units: list[list[int]]
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -85,20 +86,15 @@ class TokenIndex:
 class Minibatch:
     """The episodes of one optimizer step, as this rank computes them."""
 
-    episodes: list[int]  # their numbers
-    # the denominators of losses
-    num_tokens: float  # trained ones, over all ranks
-    num_sequences: float  # episodes with a trained token, over all ranks
+    episodes: list[int]  # their places in the step's list of episodes
+    num_tokens: float  # trained tokens on all ranks: a denominator of losses
+    num_sequences: float  # episodes with a trained token, on all ranks: the other denominator
     micro_batches: list[MicroBatch]
 
 
 class Packer:
     """Minibatches as micro-batches that fit into memory. If one does not fit, all become smaller;
-    the gradient stays the same.
-
-    Flash attention reads sequence boundaries off the position ids, so each response repeats its
-    prompt. For flex attention the length is a multiple of 128: few shapes have to be compiled.
-    """
+    the gradient stays the same."""
 
     def __init__(
         self, attention: str, budget: int, run_dir: Path, world: World, vision: Vision | None = None
@@ -107,7 +103,9 @@ class Packer:
         self.run_dir = run_dir
         self.world = world
         self.vision = vision
+        # flash attention finds sequences by position ids alone, so each response repeats its prompt
         self.share_prompts = attention != "flash"
+        # flex attention is compiled anew for each length: there are few multiples of 128
         self.multiple = 128 if attention == "flex" else 1
         # the step that is being trained on
         self.episodes: Sequence[Episode] = []
@@ -117,10 +115,11 @@ class Packer:
     def minibatches(
         self, episodes: Sequence[Episode], index: TokenIndex, split: list[list[int]]
     ) -> list[Minibatch]:
-        """A step's episodes, in minibatches by their numbers. All ranks call it together.
+        """The minibatches of a step, packed; `split` has the numbers of the episodes of each. All
+        ranks call it together.
 
-        Those without a trained token are left out: Adam would move the weights by its momentum
-        alone.
+        A minibatch without a trained token on any rank is left out: Adam would move the weights by
+        its momentum alone.
         """
         lengths = [index.lengths[numbers] for numbers in split]
         num_tokens = all_reduce([float(x.sum()) for x in lengths])
@@ -146,9 +145,13 @@ class Packer:
                 vision=self.vision,
             )
 
-    def attempt(self, update: Callable[..., T], model: nn.Module, *arguments, **options) -> T:
-        """update(model, ...). When memory runs out, it starts again, with half the tokens in a
-        micro-batch."""
+    def attempt(
+        self, update: Callable[..., Result], model: nn.Module, *arguments, **options
+    ) -> Result:
+        """Return update(model, *arguments, **options). If memory runs out, drop the gradients and
+        repeat it with half the tokens in a micro-batch: the minibatches that `minibatches` has
+        returned are packed again in place. On several ranks the run ends instead (`halve_budget`).
+        """
         while True:
             try:
                 with limited_memory(self.world.device):
@@ -166,17 +169,16 @@ class Packer:
         self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object
     ) -> None:
         """Write the first output of `model(micro_batch, *inputs)` into `result` [T]."""
-        self.attempt(self._fill, model, result, minibatches, inputs)
 
-    def _fill(
-        self, model: nn.Module, result: Tensor, minibatches: Sequence[Minibatch], inputs: tuple
-    ) -> None:
-        micro_batches = [batch for minibatch in minibatches for batch in minibatch.micro_batches]
-        for batch in Progress("log-probs", micro_batches):
-            with forward_context(model):
-                output = model(batch.to(self.world.device), *inputs)
-            values = output[0] if isinstance(output, tuple) else output
-            result[batch.tokens.to(result.device)] = values
+        def write(model: nn.Module) -> None:
+            micro_batches = [batch for part in minibatches for batch in part.micro_batches]
+            for batch in Progress("log-probs", micro_batches):
+                with forward_context(model):
+                    output = model(batch.to(self.world.device), *inputs)
+                values = output[0] if isinstance(output, tuple) else output
+                result[batch.tokens.to(result.device)] = values
+
+        self.attempt(write, model)
 
 
 def pack(
@@ -221,9 +223,9 @@ def _units(
     units: list[list[int]] = []
     for group in groups.values():
         room = 0
-        for number, i in enumerate(group):
+        for i in group:
             response_length = len(episodes[i].response_ids)
-            if number == 0 or response_length > room:
+            if response_length > room:
                 units.append([])
                 room = budget - len(episodes[i].prompt_ids)
             units[-1].append(i)
@@ -289,7 +291,7 @@ class _Row:
         self.hidden_index: list[int] = []
         self.targets: list[int] = []
         self.tokens: list[int] = []
-        self.units: list[list[int]] = []
+        self.segments: list[list[int]] = []  # lengths in tokens, a list for each unit
         self.pictures: dict[Media, list[int]] = {}  # distinct ones, and where in the row they begin
         self.prompt_end = 0  # of the last unit
 
@@ -297,7 +299,7 @@ class _Row:
         """Begin a unit with the prompt of its first episode."""
         length = len(episode.prompt_ids)
         self._add_segment(episode, start=0, end=length)
-        self.units.append([length])
+        self.segments.append([length])
         self.prompt_end = len(self.input_ids)
 
     def add_response(self, episode: Episode, tokens: range) -> None:
@@ -306,10 +308,10 @@ class _Row:
         prompt_length = len(episode.prompt_ids)
         response_length = len(episode.response_ids)
         self._add_segment(episode, start=prompt_length, end=prompt_length + response_length)
-        self.units[-1].append(response_length)
+        self.segments[-1].append(response_length)
         for i, trained in enumerate(episode.loss_mask):
             if trained:
-                # the hidden state before a token predicts it: for the first one the prompt's last
+                # a token is predicted at the one before it, the first one at the prompt's last
                 before = response_start + i - 1 if i > 0 else self.prompt_end - 1
                 self.hidden_index.append(before)
                 self.targets.append(episode.response_ids[i])
@@ -337,7 +339,7 @@ class _Row:
             self.input_ids.extend([0] * padding)
             self.positions.extend(range(padding))
             self.rope.append(np.tile(np.arange(padding), (3, 1)))  # unused without vision
-            self.units.append([padding])
+            self.segments.append([padding])
 
     def to_micro_batch(self) -> MicroBatch:
         slots: list[int] = []
@@ -361,7 +363,7 @@ class _Row:
             slots=_int64(slots),
             features=_int64(features),
             media=list(self.pictures),
-            units=self.units,
+            units=self.segments,
         )
 
 

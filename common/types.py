@@ -187,9 +187,8 @@ class Tool:
     schema: dict
     aliases: tuple[str, ...] = ()
     role: str = "tool"  # of the message that holds the observation: "tool" or "user"
-    trusted: bool = (
-        False  # whether a hang or a crash is our fault, whatever the policy has asked for
-    )
+    # whether a hang or a crash is our fault, whatever the policy has asked for
+    trusted: bool = False
     stateful: bool = False  # a method of an environment
     taught_by: tuple[str, ...] = ()  # texts of prompts that explain by themselves how to call it
 
