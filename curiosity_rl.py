@@ -41,7 +41,7 @@ from torch import Tensor
 from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
 from common.command_line import refuse_idle
-from common.distributed import World, all_reduce, forward_context, run, stop_requested
+from common.distributed import World, all_reduce, forward_context
 from common.export import export_hugging_face
 from common.flags import (
     Amount,
@@ -77,6 +77,7 @@ from common.rollout.opening import (
     open_turns,
 )
 from common.rollout.rollouts import Rollouts
+from common.script import requested_exit_code, run
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
 from common.types import Episode, by_prompt
 
@@ -586,7 +587,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        stop = stop_requested() or unscored.too_many  # during the evaluation, too
+        stop = requested_exit_code() or unscored.too_many  # during the evaluation, too
         # before the checkpoint: a step that a resume skips is a step on record
         logger.log(step + 1, metrics)
         if not args.rollout.replay and (

@@ -39,14 +39,7 @@ from torch import Tensor
 from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
 from common.command_line import flag, refuse_idle, typed_flags
-from common.distributed import (
-    World,
-    all_reduce,
-    forward_context,
-    gather_objects,
-    run,
-    stop_requested,
-)
+from common.distributed import World, all_reduce, forward_context, gather_objects
 from common.export import export_hugging_face
 from common.flags import (
     Amount,
@@ -83,6 +76,7 @@ from common.rollout.opening import (
     open_turns,
 )
 from common.rollout.rollouts import Rollouts
+from common.script import requested_exit_code, run
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
 from common.types import Episode, by_prompt
 
@@ -770,7 +764,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        stop = stop_requested() or unscored.too_many  # during the evaluation, too
+        stop = requested_exit_code() or unscored.too_many  # during the evaluation, too
         # before the checkpoint: a step that a resume skips is a step on record
         logger.log(step + 1, metrics)
         if not args.rollout.replay and (

@@ -238,7 +238,10 @@ class Job:
             "attention": self.attention,
             "vision": self.vision,
             "wrap": partial(
-                wrap_model, mesh=self.mesh, compute_dtype=self.compute_dtype, whole=has_lora
+                wrap_model,
+                mesh=self.mesh,
+                compute_dtype=self.compute_dtype,
+                own_stay_whole=has_lora,
             ),
             "dtype": torch.float32 if trained and not has_lora else self.compute_dtype,
             "trust_remote_code": machine.trust_remote_code,

@@ -10,12 +10,12 @@ from typing import Any
 from common.checkpoint import Checkpoints
 from common.command_line import flag, flat
 from common.config import changed_flags, save_config
-from common.distributed import handle_signals
 from common.ending import at_end, reached
 from common.files import jsonable
 from common.job import Job
 from common.memory.halving import remembered_budget
 from common.progress import Progress, duration, say
+from common.script import handle_signals
 from common.trackers import Trackers
 
 

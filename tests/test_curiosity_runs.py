@@ -1,7 +1,6 @@
 """curiosity_rl.py as its users run it, on the embedded vision policy: real torchrun ranks, real
 vLLM, real crops."""
 
-
 import pyarrow.parquet as pq
 import pytest
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of

@@ -45,7 +45,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 
 import grpo
 from common.attention import choose_attention
-from common.distributed import init_world, make_mesh, run, wrap_model
+from common.distributed import init_world, make_mesh, wrap_model
 from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Rollout
@@ -54,6 +54,7 @@ from common.look.curves import read_metrics
 from common.models import full_parameters, load_policy
 from common.optimizer import GuardedAdamW
 from common.packing import MicroBatch, Packer, TokenIndex
+from common.script import run
 from common.types import Episode
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied

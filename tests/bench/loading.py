@@ -31,11 +31,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from common.distributed import gather_objects, init_world, make_mesh, run, wrap_model
+from common.distributed import gather_objects, init_world, make_mesh, wrap_model
 from common.flags import Machine
 from common.hub import resolve_model
 from common.models import Policy, check_model, load_policy
 from common.progress import say
+from common.script import run
 from ppo import Critic
 
 Kind = Literal["tied", "untied", "critic", "sharded files", "vision", "ddp", "LoRA"]
@@ -122,7 +123,9 @@ def measure(args: Args) -> None:
     rank 0."""
     world, kind = init_world(), args.only
     mesh = make_mesh(world, "ddp" if kind == "ddp" else "fsdp")
-    wrap = partial(wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, whole=kind == "LoRA")
+    wrap = partial(
+        wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, own_stay_whole=kind == "LoRA"
+    )
     options: dict = {"wrap": wrap, "make": Critic if kind == "critic" else Policy}
     if kind == "LoRA":
         options |= {"lora": Machine(lora_rank=16), "dtype": torch.bfloat16}

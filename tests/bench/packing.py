@@ -24,11 +24,12 @@ import tyro
 from report import header, table
 
 from common.attention import choose_attention
-from common.distributed import forward_context, init_world, make_mesh, run, wrap_model
+from common.distributed import forward_context, init_world, make_mesh, wrap_model
 from common.hub import resolve_model
 from common.models import load_policy
 from common.packing import MicroBatch, Packer, TokenIndex, pack
 from common.precision import DTYPES
+from common.script import run
 from common.types import Episode
 
 

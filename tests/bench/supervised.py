@@ -25,12 +25,13 @@ from report import header, table
 
 from common.attention import choose_attention
 from common.data.conversations import Conversations
-from common.distributed import init_world, make_mesh, run, wrap_model
+from common.distributed import init_world, make_mesh, wrap_model
 from common.hub import load_tokenizer, resolve_model
 from common.models import load_policy
 from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex
 from common.precision import DTYPES
+from common.script import run
 from common.types import Episode
 from sft import backward
 

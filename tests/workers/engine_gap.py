@@ -22,15 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from common import models
 from common.data.render import end_token_ids
-from common.distributed import (
-    World,
-    gather_objects,
-    init_world,
-    make_mesh,
-    reshard,
-    run,
-    wrap_model,
-)
+from common.distributed import World, gather_objects, init_world, make_mesh, reshard, wrap_model
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
@@ -41,6 +33,7 @@ from common.packing import TokenIndex, pack
 from common.precision import DTYPES, GAP_LIMITS, checked_gap
 from common.progress import say
 from common.rollout.sampling import sample_episodes
+from common.script import run
 from common.types import Row, Sampling
 
 # What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs

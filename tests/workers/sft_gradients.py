@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
 from common.data.conversations import Conversations
-from common.distributed import all_reduce, init_world, make_mesh, run, wrap_model
+from common.distributed import all_reduce, init_world, make_mesh, wrap_model
 from common.hub import load_tokenizer
 from common.models import load_policy
 from common.packing import Minibatch, TokenIndex, pack
 from common.pictures import PixelLimits
+from common.script import run
 from common.vision import load_vision
 from sft import backward, balanced
 
