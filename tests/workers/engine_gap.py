@@ -28,7 +28,7 @@ from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
-from common.models import full_parameters, load_policy
+from common.models import full_parameters, load_model
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, GAP_LIMITS, checked_gap
 from common.progress import say
@@ -82,7 +82,9 @@ def main(args: argparse.Namespace) -> None:
     )
     lora = Machine(lora_rank=args.lora_rank) if args.lora_rank else None
     wrap = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=dtype)
-    policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, wrap=wrap, lora=lora)
+    policy = load_model(
+        path, "sdpa", dtype=dtype if lora else torch.float32, wrap=wrap, lora_flags=lora
+    )
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
     text = (
