@@ -41,14 +41,7 @@ from torch import Tensor
 from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
 from common.command_line import refuse_idle
-from common.distributed import (
-    World,
-    all_reduce,
-    forward_context,
-    handle_signals,
-    run,
-    stop_requested,
-)
+from common.distributed import World, all_reduce, forward_context
 from common.export import export_hugging_face
 from common.flags import (
     Amount,
@@ -84,6 +77,7 @@ from common.rollout.opening import (
     print_plan,
 )
 from common.rollout.rollouts import Rollouts
+from common.script import handle_signals, requested_exit_code, run
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
 from common.types import Episode, by_prompt
 
@@ -582,7 +576,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        exit_code = stop_requested()  # after the evaluation: a signal may have come in it
+        exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
         # logged before it is saved: a step that a resume skips is a step on record
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")

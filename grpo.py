@@ -38,15 +38,7 @@ from torch import Tensor
 from common.assets.build.embedded import with_embedded_data
 from common.checkpoint import Checkpoints
 from common.command_line import flag, refuse_idle, typed_flags
-from common.distributed import (
-    World,
-    all_reduce,
-    forward_context,
-    gather_objects,
-    handle_signals,
-    run,
-    stop_requested,
-)
+from common.distributed import World, all_reduce, forward_context, gather_objects
 from common.export import export_hugging_face
 from common.flags import (
     Amount,
@@ -83,6 +75,7 @@ from common.rollout.opening import (
     print_plan,
 )
 from common.rollout.rollouts import Rollouts
+from common.script import handle_signals, requested_exit_code, run
 from common.steps import Stopwatch, UnscoredSteps, due, profiled, seed_step
 from common.types import Episode, by_prompt
 
@@ -777,7 +770,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        exit_code = stop_requested()  # after the evaluation: a signal may have come in it
+        exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
         # logged before it is saved: a step that a resume skips is a step on record
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")

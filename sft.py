@@ -33,7 +33,7 @@ from common.command_line import refuse_idle, typed_flags
 from common.data.conversations import Conversations
 from common.data.prompts import steps_of
 from common.data.render import end_turns_properly
-from common.distributed import World, forward_context, handle_signals, run, stop_requested
+from common.distributed import World, forward_context
 from common.export import export_hugging_face
 from common.files import user_errors
 from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse
@@ -46,6 +46,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.processes import in_threads
 from common.progress import Progress, say
+from common.script import handle_signals, requested_exit_code, run
 from common.steps import Stopwatch, due, profiled, seed_step
 from common.types import Episode
 
@@ -327,7 +328,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= evaluate(policy, eval_data, eval_rows, args, packer)
         metrics |= watch.metrics(world.device)
-        exit_code = stop_requested()  # after the evaluation: a signal may have come in it
+        exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
         logger.log(step + 1, metrics)
         # --save-weights-only keeps no best
         loss = None if args.save_weights_only else metrics.get("eval/loss")

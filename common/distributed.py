@@ -1,15 +1,8 @@
-"""The process group of torchrun, sharding by FSDP2, reductions; how a script begins and ends on
-each rank."""
+"""The process group of torchrun, sharding by FSDP2, reductions."""
 
-import gc
 import os
-import signal
 import socket
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,22 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common import ending
 from common.ending import sign_of_life, watch
-from common.printing import guard_output
 from common.processes import PARENT, cpus_of_rank, die_with, keep_freed_memory, refuse_lone_ranks
 from common.progress import say
 from common.rendezvous import connect, find_interface, meet
 from common.torch_repair import Later
 
 fsdp = Later("torch.distributed.fsdp")
-# how gloo and NCCL say that another rank is gone
-LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-# SIGUSR1 is Slurm's usual one
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-# signals that have come; no Event: its lock may be held where a handler runs
-received: list[int] = []
-stopping = threading.Event()  # a signal has come to some rank, and all ranks have agreed to end
 
 
 @dataclass(frozen=True)
@@ -83,12 +67,12 @@ def init_world(stall_minutes: float = 30.0) -> World:
         backend = "gloo"
         keep_freed_memory()
     limit_threads()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank must not go on beside a restart
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may restart the run: end with the old one
         die_with(PARENT)
     timeout = timedelta(minutes=min(stall_minutes, 1e6) + 10)
     if size > 1:
         store = meet(rank, size, timeout)
-        watch(store.clone(), stall_minutes)  # the main thread's connection may be waiting
+        watch(store.clone(), stall_minutes)  # a second connection: the first may be in a wait
     else:
         store = dist.HashStore()
         watch(None, stall_minutes)
@@ -98,118 +82,19 @@ def init_world(stall_minutes: float = 30.0) -> World:
 
 
 def limit_threads() -> None:
-    """As many threads as this rank has CPUs, unless OMP_NUM_THREADS is set: torch also counts CPUs
-    that a container may not use."""
+    """Use at most as many threads as this rank has CPUs, unless OMP_NUM_THREADS is set: torch also
+    counts CPUs that a container may not use."""
     cpus = cpus_of_rank()
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cpus:
         torch.set_num_threads(cpus)
         os.environ["OMP_NUM_THREADS"] = str(cpus)  # for the processes that this one starts
 
 
-def handle_signals() -> None:
-    """On one of STOP_SIGNALS `stop_requested` becomes true: the script ends its step, saves, and
-    exits. A second Ctrl-C, which torchrun passes on as a SIGTERM, ends it at once."""
-    for number in STOP_SIGNALS:
-        # ignored under nohup, and by what a shell starts with &
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _ask_to_stop)
-
-
-def _ask_to_stop(number: int, _frame: object) -> None:
-    if signal.SIGINT in received and number in (signal.SIGINT, signal.SIGTERM):
-        raise KeyboardInterrupt
-    received.append(number)
-    if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-        line = b"Ctrl-C: the run ends with this step, and saves; once more ends it at once"
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            line += b". torchrun waits for 30 s, or its --shutdown-timeout"
-        os.write(2, line + b"\n")  # no print: the signal may have come inside of one
-
-
-def stop_requested() -> int:
-    """The exit code to end with if a signal has come to any rank; 0: go on. All ranks call it
-    together."""
-    status = 0
-    if received:
-        status = 128 + (signal.SIGINT if signal.SIGINT in received else signal.SIGTERM)
-    (status,) = all_reduce([status], "max")
-    if status > 0:
-        stopping.set()
-    return int(status)
-
-
-def run(main: Callable, *args: object) -> None:
-    """Run a script's `main` and leave by `os._exit`: a rank that waits in destructors would keep
-    the others waiting."""
-    guard_output()
-    # with the default of 700 objects a tenth of the start goes into looking through the imports
-    gc.set_threshold(50_000)
-    try:
-        status = _outcome(main, *args)
-    except KeyboardInterrupt:
-        ending.fail(ending.INTERRUPTED)
-        if os.environ.get("RANK", "0") == "0":
-            message = ending.INTERRUPTED
-            if ending.reached:
-                step = ending.reached.get("step")
-                checkpoint = ending.reached.get("checkpoint") or "none"
-                message += f" at step {step}; last checkpoint: {checkpoint}"
-            print(message, file=sys.stderr, flush=True)
-        status = 130
-    ending.leave(status)
-
-
-def _outcome(main: Callable, *args: object) -> int:
-    """The exit code of `main`. Ctrl-C may come anywhere in here, also while another rank's end
-    raises an exception."""
-    try:
-        main(*args)
-        barrier()
-    except SystemExit as stop:
-        if isinstance(stop.code, int):
-            return stop.code
-        if isinstance(stop.code, str):
-            ending.fail(stop.code)
-        return int(stop.code is not None)
-    except Exception as error:
-        rank = f"[rank {os.environ.get('RANK', '0')}]"
-        line = f"{rank} {type(error).__name__}: {error}{_advice(error)}"
-        ending.fail(line, f"{rank} failed:\n{traceback.format_exc()}{line}")
-        if _may_be_collective(error):
-            # another rank's death may be the cause, and torchrun should see which was the first
-            time.sleep(ending.GRACE_S)
-        return 1
-    return 0
-
-
-def _may_be_collective(error: Exception) -> bool:
-    """Whether the error may come from a collective, in which other ranks are too."""
-    return isinstance(error, RuntimeError) and world_size() > 1
-
-
-def _advice(error: Exception) -> str:
-    """The end of an error's line: what helps, where the error shows its cause; else ""."""
-    text = str(error)
-    names_lost_rank = any(words in text for words in LOST)
-    if names_lost_rank and _may_be_collective(error) and not ending.first_failure():
-        return (
-            ". A rank is gone: one that was killed (signal 9) has most often run out of memory: "
-            "docs/trouble.md"
-        )
-    # an import of ours: what users' own files raise becomes a ValueError
-    if isinstance(error, ImportError) or "shared object" in text or "torchvision::" in text:
-        return (
-            ". Install what requirements.txt (-cpu, -v100) pins; python -m common.doctor says "
-            "what works"
-        )
-    return ""
-
-
 def make_mesh(world: World, strategy: str, shard_size: int | None = None) -> DeviceMesh:
-    """Which ranks share a copy of a model (axis "shard"): all of them; `shard_size` consecutive
-    ones (HSDP); with "ddp" each has its own.
+    """The mesh of all ranks. SystemExit if a sum over one of its axes is wrong.
 
-    shard_size: None or 0 means all ranks. SystemExit if sums over an axis are wrong.
+    The ranks along "shard" share one copy of a model: `shard_size` consecutive ones (HSDP), or all
+    if it is None or 0. With "ddp" each rank has a copy of its own.
     """
     if strategy == "ddp":
         shard_size = 1
@@ -240,20 +125,20 @@ def check_all_reduce(world: World, group: dist.ProcessGroup) -> None:
 
 
 def wrap_model(
-    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, whole: bool = False
+    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, own_stay_whole: bool = False
 ) -> nn.Module:
     """Shard `model` (FSDP2), whose float32 parameters stay the master weights, over the mesh.
 
     Each of `repeated_blocks` is a unit; the root holds the embeddings, the last norm and the head.
     FSDP2 computes with parameters cast to `compute_dtype` and reduces gradients in float32. A model
-    on the meta device gets its weights later, in shards. With `whole` the model's own parameters,
-    without those of its submodules, stay whole on each rank (a critic's head; adapters do, too):
-    see `average_gradients`.
+    on the meta device gets its weights later, in shards. own_stay_whole: do not shard the
+    parameters that the model itself has, outside of its submodules (with LoRA, a critic's head);
+    `average_whole_gradients` takes care of their gradients.
     """
     policy = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
         policy = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    whole_parameters = set(model.parameters(recurse=False)) if whole else set()
+    whole_parameters = set(model.parameters(recurse=False)) if own_stay_whole else set()
     for parameter in whole_parameters:
         parameter.data = parameter.data.to(mesh.device_type)
     for unit in [*repeated_blocks(model), model]:
@@ -270,8 +155,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def average_gradients(model: nn.Module) -> None:
-    """Average over all ranks the gradients of parameters that FSDP2 leaves whole."""
+def average_whole_gradients(model: nn.Module) -> None:
+    """Average over ranks what FSDP2 does not: gradients of parameters that are not sharded."""
     gradients: list[torch.Tensor] = []
     for parameter in model.parameters():
         is_sharded = hasattr(parameter, "full_tensor")
@@ -297,28 +182,28 @@ def reshard(model: nn.Module) -> None:
 
 
 def abandon_backward(model: nn.Module) -> None:
-    """Leave the model without gradients after an exception inside a forward or backward, on one
-    rank, as if none had begun."""
+    """After an exception in a forward or backward on this rank: drop gradients and FSDP2's state,
+    so that the step can be repeated."""
     model.zero_grad()  # of gathered parameters
     root = next((module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None)
     if root is not None:
         if not hasattr(root, "reset_iter_state"):
-            raise SystemExit("torch below 2.13 repeats no step: the same command goes on")
+            raise SystemExit("torch below 2.13 cannot repeat a step: run the same command again")
         root.reset_iter_state()
     model.zero_grad()  # of shards
 
 
 @contextmanager
 def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
-    """Around one forward and backward: copies of a model reduce their gradients only at the `last`
-    micro-batch.
+    """Around one forward and backward. Copies of a model reduce their gradients at the `last`
+    micro-batch only.
 
     A forward without gradients leaves nothing gathered: the head of a reference model is large.
     """
     sign_of_life()
     if isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(last)
-        # casting the weights is slow there: once a step
+        # on a CPU casting the weights is slow: they stay cast until the last micro-batch
         if world_size() == 1 and not torch.cuda.is_available():
             model.set_reshard_after_forward(False)
             model.set_reshard_after_backward(last)
@@ -346,20 +231,21 @@ def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[floa
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
     """`value` of every rank (of the group), in rank order, on every rank."""
-    # gloo's threads would compete with OpenMP's, which wait for each other: half as fast from then
-    # on
+    # the first gloo call starts threads that compete with OpenMP's: all is half as fast after it
     if world_size() == 1:
         return [value]
-    gathered: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group)
-    return gathered
+    values: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def check_same(world: World, facts: dict[str, str]) -> None:
     """SystemExit on all ranks if facts differ between machines, whose first ranks report them."""
     machine = f"{socket.gethostname()} by {os.environ.get('GLOO_SOCKET_IFNAME')}"
     reports = gather_objects((machine, facts) if world.local_rank == 0 else None)
-    (first, expected), *others = [report for report in reports if report is not None]
+    reports = [report for report in reports if report is not None]
+    first, expected = reports[0]
+    others = reports[1:]
     if others:
         names = ", ".join(other for other, _ in others)
         say(f"{1 + len(others)} machines: {first}, {names}")

@@ -54,7 +54,7 @@ from common.manifest import (
     weights_identity,
 )
 from common.memory.plan import memory_plan
-from common.models import check_model, load_policy
+from common.models import checked_skeleton, load_model
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
@@ -110,7 +110,7 @@ class Job:
         if record:
             lock_everywhere(self.output_dir, self.world)
 
-        skeleton = check_model(self.path, self.attention, machine.trust_remote_code)
+        skeleton = checked_skeleton(self.path, self.attention, machine.trust_remote_code, "--model")
         self.num_embeddings = skeleton.get_input_embeddings().weight.shape[0]
         self.num_positions = num_positions(skeleton.config.get_text_config())
         # what must be the same in a checkpoint that is resumed
@@ -180,20 +180,22 @@ class Job:
 
     def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> None:
         """SystemExit if the files of a folder do not hold the weights of its model."""
-        model = check_model(path, self.attention, self.machine.trust_remote_code)
+        model = checked_skeleton(path, self.attention, self.machine.trust_remote_code, flag)
         check_weights(model, path, flag, headless)
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
         """The policy, to be trained: float32 master weights, sharded or replicated."""
         options = self._model_options(trained=True)
-        policy = load_policy(self.path, from_scratch=from_scratch, **options)
+        policy = load_model(self.path, from_scratch=from_scratch, **options)
         return policy.to(self.world.device)  # its buffers follow
 
     def load_critic(self, path: str, make: type[nn.Module]) -> nn.Module:
         """A critic of the class `make`, to be trained, on the backbone of the model in a folder."""
         if self.machine.lora_rank:
             self._check_frozen("critic's base", path, "a critic on another base")
-        critic = load_policy(path, make=make, **self._model_options(trained=True))
+        critic = load_model(
+            path, flag="--critic-model", make=make, **self._model_options(trained=True)
+        )
         return critic.to(self.world.device)
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
@@ -202,7 +204,7 @@ class Job:
         if self.machine.lora_rank:
             return Base(policy)
         self._check_frozen("reference", self.path, "another reference")
-        reference = load_policy(self.path, **self._model_options(trained=False))
+        reference = load_model(self.path, **self._model_options(trained=False))
         reference.requires_grad_(False)
         return reference.to("cpu" if "reference" in self.machine.offload else self.world.device)
 
@@ -231,14 +233,17 @@ class Job:
                 raise SystemExit(f"{self.checkpoint} is of {other}, {saved} and not {base}")
 
     def _model_options(self, trained: bool) -> dict[str, Any]:
-        """Keyword arguments of common.models.load_policy."""
+        """Keyword arguments of common.models.load_model."""
         machine = self.machine
         has_lora = machine.lora_rank > 0
         options = {
             "attention": self.attention,
             "vision": self.vision,
             "wrap": partial(
-                wrap_model, mesh=self.mesh, compute_dtype=self.compute_dtype, whole=has_lora
+                wrap_model,
+                mesh=self.mesh,
+                compute_dtype=self.compute_dtype,
+                own_stay_whole=has_lora,
             ),
             "dtype": torch.float32 if trained and not has_lora else self.compute_dtype,
             "trust_remote_code": machine.trust_remote_code,
@@ -246,7 +251,7 @@ class Job:
             "max_model_len": self.max_model_len,
         }
         if has_lora:
-            options["lora"] = machine
+            options["lora_flags"] = machine
             options["seed"] = self.run.seed
         if trained:
             options["gradient_checkpointing"] = machine.gradient_checkpointing

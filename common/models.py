@@ -94,9 +94,9 @@ class Policy(nn.Module):
         return logprobs, entropy
 
 
-def unsupported(model: nn.Module, attention: str) -> str | None:
-    """Why a model cannot be trained here: a property that our log-probs, packs or masks do not
-    express. They would silently be those of another model. None if there is no such property."""
+def why_unsupported(model: nn.Module, attention: str) -> str | None:
+    """Why a model cannot be trained here; None if it can. Our log-probs, packs or masks would be
+    those of another model, without an error."""
     config = model.config.get_text_config()
     scales = [name for name in LOGIT_SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
     layer_types = set(getattr(config, "layer_types", None) or [])
@@ -104,42 +104,46 @@ def unsupported(model: nn.Module, attention: str) -> str | None:
     has_window = "sliding_attention" in layer_types
     if not layer_types and getattr(config, "sliding_window", None):
         has_window = True
-    mixed = "in which packed conversations would see each other"
+    leak = "in which packed conversations would see each other"
     if scales:
         return f"rescales its logits ({', '.join(scales)})"
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         return "has a head with a bias"
     if other_types:
-        return f"has {', '.join(other_types)} layers, {mixed}"
-    if config.model_type == "nemotron":  # not even `units`
-        return f"passes its attention no options, {mixed}"
+        return f"has {', '.join(other_types)} layers, {leak}"
+    if config.model_type == "nemotron":  # its attention does not get `units`
+        return f"passes its attention no options, {leak}"
     if model.config.model_type in FAMILY and length_limits(config):
         return "reads pictures, and has rotary frequencies that depend on a text's length"
     if getattr(config, "router_jitter_noise", 0):
         return "draws its experts at random in training (router_jitter_noise)"
     if model._is_stateful:
-        return f"has recurrent layers, {mixed}"
+        return f"has recurrent layers, {leak}"
     if not model._supports_attention_backend:
-        return f"has an attention of its own, {mixed}"
+        return f"has an attention of its own, {leak}"
     if has_window and attention != "flash":
         return "has sliding windows (--attention flash has them)"
     return None
 
 
-def check_model(path: str, attention: str, trust_remote_code: bool) -> nn.Module:
-    """The model of a folder without its weights. SystemExit if its config.json describes a model
-    that would not be trained as it is sampled from."""
-    model = skeleton(path, trust_remote_code)
-    problem = unsupported(model, attention)
+def checked_skeleton(path: str, attention: str, trust_remote_code: bool, flag: str) -> nn.Module:
+    """The model of a folder, without weights. SystemExit if its config.json describes one for which
+    trainer and engine would compute different things.
+
+    flag: by which the folder was given, for messages.
+    """
+    model = skeleton(path, trust_remote_code, flag)
+    problem = why_unsupported(model, attention)
     if problem is not None:
-        raise SystemExit(f"--model {path}: {model.config.model_type} {problem}, not supported here")
+        raise SystemExit(f"{flag} {path}: {model.config.model_type} {problem}, not supported here")
     return model
 
 
-def load_policy(
+def load_model(
     path: str,
     attention: str,
     *,
+    flag: str = "--model",
     dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
@@ -147,32 +151,33 @@ def load_policy(
     from_scratch: bool = False,
     vision: Vision | None = None,
     freeze_vision: bool = False,
-    lora: Machine | None = None,
+    lora_flags: Machine | None = None,
     seed: int = 0,
     max_model_len: int | None = None,
     make: Callable[..., nn.Module] = Policy,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
-    """The model of a folder with parameters in `dtype` (float32 master weights by default), without
-    dropout, wrapped.
+    """The model of a folder, as `make` and `wrap` wrap it: parameters in `dtype` (float32 master
+    weights by default), no dropout.
 
-    `from_scratch` takes the architecture from the folder's config.json and initialises at random.
-    `make=Critic` makes a critic of its backbone, also of that of a reward model. With `lora` the
-    layers of the language model get adapters, initialised by `seed`, and everything else is frozen.
-    Weights that `wrap` shards are read as shards, never as a whole. `max_model_len` is that of the
-    engine that samples for the model, see `set_text_lengths`. SystemExit for a model that cannot be
-    trained here, and for files that cannot be read or do not match it.
+    `flag`, by which the folder was given, stands in messages. `from_scratch` takes the architecture
+    from the folder's config.json and initialises at random. `make=Critic` makes a critic of its
+    backbone, also of that of a reward model. With `lora_flags` the layers of the language model get
+    adapters, initialised by `seed`, and everything else is frozen. Weights that `wrap` shards are
+    read as shards, never as a whole. `max_model_len` is that of the engine that samples for the
+    model, see `set_text_lengths`. SystemExit for a model that cannot be trained here, and for files
+    that cannot be read or do not match it.
     """
-    model = check_model(path, attention, trust_remote_code)
+    is_critic = make is not Policy
+    empty_model = checked_skeleton(path, attention, trust_remote_code, flag)
     if not from_scratch:
-        flag = "--model" if make is Policy else "--critic-model"
-        check_weights(model, path, flag, headless=make is not Policy)
-    if make is not Policy and max_model_len is not None:  # the engine checks the policy's
-        check_positions(model, path, max_model_len)
+        check_weights(empty_model, path, flag, headless=is_critic)
+    if is_critic and max_model_len is not None:  # the engine checks the policy's
+        check_critic_positions(empty_model, path, max_model_len)
     register_attention()
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     disable_dropout(config)
-    language_layers: list[nn.Module] = []
+    language_layers: list[nn.Module] = []  # `assemble` fills it: FSDP2 renames the classes
 
     def assemble(model: nn.Module) -> nn.Module:
         if gradient_checkpointing:
@@ -192,33 +197,37 @@ def load_policy(
         "trust_remote_code": trust_remote_code,
     }
     if from_scratch:
-        policy = assemble(auto_class(config).from_config(config, **options))
+        wrapped = assemble(auto_class(config).from_config(config, **options))
     else:
-        policy = read_weights(path, config, assemble, options)
-        head = policy.model.get_output_embeddings()
-        embeddings = policy.model.get_input_embeddings()
-        if make is Policy and config.tie_word_embeddings and head.weight is not embeddings.weight:
-            raise SystemExit(
-                f"--model {path}: tie_word_embeddings is true, and its files have a head of "
-                "their own"
-            )
-    if lora:
-        add_adapters(policy.model, language_layers, lora, seed)
+        wrapped = read_weights(path, flag, config, assemble, options)
+        if config.tie_word_embeddings and not is_critic:
+            check_tied_head(wrapped.model, path, flag)
+    if lora_flags:
+        add_adapters(wrapped.model, language_layers, lora_flags, seed)
     if compile_layers:
-        # without those of the tower: every picture has another size
+        # not the vision tower: pictures have many sizes, and each would be compiled anew
         for layer in language_layers:
             layer.compile()
-    set_text_lengths(policy, max_model_len)
-    return policy.train()
+    set_text_lengths(wrapped, max_model_len)
+    return wrapped.train()
 
 
-def check_positions(model: nn.Module, path: str, max_model_len: int) -> None:
+def check_critic_positions(model: nn.Module, path: str, max_model_len: int) -> None:
     """SystemExit if a critic was made for shorter sequences than the engine samples."""
     positions = num_positions(model.config.get_text_config())
     if max_model_len > positions:
         lengths = f"--max-prompt-tokens and --max-response-tokens: {max_model_len} tokens together"
         raise SystemExit(
             f"{lengths}, and --critic-model {path} has {positions:.0f} positions (config.json)"
+        )
+
+
+def check_tied_head(model: nn.Module, path: str, flag: str) -> None:
+    """SystemExit if the files of a model, whose config.json ties head and embeddings, have a head
+    of their own."""
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise SystemExit(
+            f"{flag} {path}: tie_word_embeddings is true, and its files have a head of their own"
         )
 
 
@@ -237,19 +246,20 @@ def attention_implementation(attention: str, vision: Vision | None) -> str | dic
 
 
 def disable_dropout(config) -> None:
-    """Of the language model, in place: the engine has none, and ratios would not be 1."""
+    """Turn off dropout in the language model's config, in place: the engine has none, and on-policy
+    ratios would not be 1."""
     text_config = config.get_text_config()
     for name, value in list(vars(text_config).items()):
         if "drop" in name and isinstance(value, float):
             setattr(text_config, name, 0.0)
 
 
-def read_weights(path: str, config, assemble: Callable, options: dict) -> nn.Module:
-    """The result of `assemble(model)` with the weights of the files of a folder.
+def read_weights(path: str, flag: str, config, assemble: Callable, options: dict) -> nn.Module:
+    """What `assemble(model)` returns, with the weights of a folder.
 
-    transformers makes the model on the meta device and then reads each parameter as it is by then,
-    whole or a shard. It has no hook between the two, so its second step is replaced for the time of
-    the call.
+    transformers makes the model on the meta device, and then reads each parameter in the form that
+    it has at that moment, whole or sharded. It has no hook between the two steps, so during this
+    call its second step is replaced.
     """
     base = transformers.PreTrainedModel
     read = base._load_pretrained_model
@@ -259,7 +269,7 @@ def read_weights(path: str, config, assemble: Callable, options: dict) -> nn.Mod
         assembled.append(assemble(model))
         return read(model, *arguments, **kwargs)
 
-    problem = f"--model {path}: its weights cannot be read (are all files there, and whole?)"
+    problem = f"{flag} {path}: its weights cannot be read (are all files there, and whole?)"
     base._load_pretrained_model = staticmethod(assemble_and_read)
     try:
         with user_errors(problem):
@@ -272,11 +282,11 @@ def read_weights(path: str, config, assemble: Callable, options: dict) -> nn.Mod
 def full_parameters(
     policy: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the Hugging Face checkpoint, whole tensor) of each parameter, in a fixed order; each
-    is cast and then gathered when its turn comes.
+    """(name in the Hugging Face checkpoint, whole tensor) of each parameter, in a fixed order.
 
-    Adapters are merged. All ranks must exhaust the iterator together. A tied head is yielded under
-    both names: an engine that keeps a repacked copy of the head would otherwise keep the old one.
+    Only when the iterator reaches a parameter is it cast, and then gathered. Adapters are merged.
+    All ranks must exhaust the iterator together. A tied head is yielded under both names: an engine
+    that keeps a repacked copy of the head would otherwise keep the old one.
     """
     reshard(policy)
     model = policy.model
@@ -287,20 +297,22 @@ def full_parameters(
             layer_name, _, kind = name.rpartition(".")
             if kind in ("lora_A", "lora_B"):
                 continue
-            layer = adapted_layers.get(layer_name) if kind == "weight" else None
+            adapted_layer = adapted_layers.get(layer_name) if kind == "weight" else None
             tensor = parameter.detach()
-            if dtype is not None and layer is None:
+            if dtype is not None and adapted_layer is None:
                 tensor = tensor.to(dtype)
             tensor = gathered(tensor)
-            if layer is not None:
-                tensor = merged(tensor, layer.lora_A, layer.lora_B, layer.scale)
+            if adapted_layer is not None:
+                tensor = merged(
+                    tensor, adapted_layer.lora_A, adapted_layer.lora_B, adapted_layer.scale
+                )
             yield name, tensor
             if parameter is head and "lm_head" not in name:
                 yield "lm_head.weight", tensor
 
 
 def sync_engine(engine: Engine, policy: nn.Module, step: int) -> None:
-    """Wake the engine with the policy's weights, those of optimizer step `step`. All ranks call it
+    """Wake the engine, and give it the policy's weights of optimizer step `step`. All ranks call it
     together."""
     engine.wake("weights")
     engine.sync_weights(full_parameters(policy, engine.dtype), step)

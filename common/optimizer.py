@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from common.distributed import average_gradients, gathered
+from common.distributed import average_whole_gradients, gathered
 from common.files import memory_advice
 from common.memory.halving import limited_memory
 from common.metrics import Means
@@ -86,7 +86,7 @@ class GuardedAdamW:
         for group in self.optimizer.param_groups:  # of this run, not of the checkpoint
             group["lr"] = lr
             group["weight_decay"] = self.weight_decay
-        average_gradients(self.model)
+        average_whole_gradients(self.model)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = gathered(torch.nn.utils.get_total_norm(gradients))
         grad_norm = norm.item() / self.scale

@@ -10,12 +10,13 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from common.distributed import World, barrier, gather_objects, stopping
+from common.distributed import World, barrier, gather_objects
 from common.ending import sign_of_life
 from common.files import full_disk_is_a_warning
 from common.flags import step_range
 from common.memory.plan import peak_memory_gb
 from common.progress import say
+from common.script import stopping
 
 MAX_UNSCORED_STEPS = 3  # in a row: the run ends
 

@@ -129,7 +129,7 @@ def auto_class(config) -> type:
     return transformers.AutoModelForCausalLM
 
 
-def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module:
+def skeleton(path: str, trust_remote_code: bool = False, flag: str = "--model") -> nn.Module:
     """The model of a folder without its weights, on the meta device.
 
     SystemExit if transformers cannot build one.
@@ -143,7 +143,7 @@ def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module:
     except Exception as error:  # bad configurations make transformers raise errors of any kind
         reason = " ".join(str(error).split("\nModel type should")[0].split())
         raise SystemExit(
-            f"--model {path}: transformers makes no causal language model of it: {reason}"
+            f"{flag} {path}: transformers makes no causal language model of it: {reason}"
         ) from error
 
 

@@ -32,7 +32,7 @@ from common.packing import prompts_of_all_ranks
 from common.precision import LossScale, choose_dtype
 from common.types import Episode, Request, Sampling
 
-register_attention()  # for models that are built without `load_policy`
+register_attention()  # for models that are built without `load_model`
 
 
 def random_policy(config, dtype=torch.float64, seed: int = 0):

@@ -6,7 +6,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from common.models import check_model, load_policy
+from common.models import checked_skeleton, load_model
 from common.packing import TokenIndex, pack
 from common.types import Episode
 from common.vision import skeleton
@@ -145,9 +145,9 @@ def outcome(kind: str, folder) -> str:
     config = little(kind)
     config.save_pretrained(folder)
     try:
-        check_model(str(folder), "sdpa", trust_remote_code=False)
+        checked_skeleton(str(folder), "sdpa", trust_remote_code=False, flag="--model")
         assert sum(p.numel() for p in skeleton(str(folder)).parameters()) < 2e7
-        policy = load_policy(str(folder), "sdpa", from_scratch=True)
+        policy = load_model(str(folder), "sdpa", from_scratch=True)
     except SystemExit as refused:
         (line,) = str(refused).splitlines()
         return line

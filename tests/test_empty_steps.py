@@ -5,14 +5,14 @@ import pytest
 from helpers import metrics_of, run_script
 
 STEPS = """
-import SCRIPT as script
+import SCRIPT
 import torch
-from common import distributed, ending, flags
+from common import ending, flags, script
 
 real, steps = torch.optim.AdamW.step, []
 torch.optim.AdamW.step = lambda *a, **k: (steps.append(1), real(*a, **k))[1]
 ending.at_end.callback(lambda: print("optimizer steps:", len(steps)))
-distributed.run(script.main, *flags.parse(script.Args, script.DEMO, script.__doc__))
+script.run(SCRIPT.main, *flags.parse(SCRIPT.Args, SCRIPT.DEMO, SCRIPT.__doc__))
 """
 SMALL = ["--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--max-response-tokens", 2]
 

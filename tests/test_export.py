@@ -20,7 +20,7 @@ from common.export import Args, export_hugging_face, main
 from common.hub import FOLDERS, load_tokenizer
 from common.job import lock_everywhere
 from common.manifest import MANIFEST, digest, make_unfinished, model_identity
-from common.models import load_policy
+from common.models import load_model
 from common.pictures import PixelLimits
 from common.vision import load_vision
 from ppo import Critic
@@ -49,10 +49,10 @@ def same_files(a: Path, b: Path) -> None:
 def run(tmp_path_factory, world):
     """A checkpoint of a policy and a critic, as PPO's; those of whole runs are exported in
     test_grpo_runs.py."""
-    folder, policy = tmp_path_factory.mktemp("runs") / "ppo", load_policy(FOLDERS["tiny"], "sdpa")
+    folder, policy = tmp_path_factory.mktemp("runs") / "ppo", load_model(FOLDERS["tiny"], "sdpa")
     trained = {
         "policy": (policy, None),
-        "critic": (load_policy(FOLDERS["tiny"], "sdpa", make=Critic), None),
+        "critic": (load_model(FOLDERS["tiny"], "sdpa", make=Critic), None),
     }
     identity = {"script": "ppo", "model": model_identity(FOLDERS["tiny"])}
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_from_within_the_folder_of_checkpoints(run, tmp_path, monkeypatch):
     ],
 )
 def test_generation_ends_where_the_policy_does(tmp_path, listed, own, kept, capsys):
-    policy, tokenizer = load_policy(FOLDERS["tiny"], "sdpa"), load_tokenizer(FOLDERS["tiny"])
+    policy, tokenizer = load_model(FOLDERS["tiny"], "sdpa"), load_tokenizer(FOLDERS["tiny"])
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(own)
     policy.model.generation_config = GenerationConfig.from_dict(listed)
     export_hugging_face(policy, tokenizer, tmp_path / "model", ALONE, torch.float32)
@@ -162,7 +162,7 @@ def test_a_vision_language_model_keeps_the_names_of_its_files(tmp_path, world):
         load_vision(str(base), PixelLimits(784, 7840, 784)),
         load_tokenizer(str(base)),
     )
-    policy = load_policy(str(base), "sdpa", vision=vision)
+    policy = load_model(str(base), "sdpa", vision=vision)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.01)
@@ -232,7 +232,7 @@ def export_published(folder: Path, kind: str) -> tuple[Path, Path]:
         load_tokenizer(str(source)),
     )
     tokenizer.eos_token = tokenizer.pad_token  # as `end_turns_properly` may change it
-    policy = load_policy(str(source), "sdpa", vision=vision)
+    policy = load_model(str(source), "sdpa", vision=vision)
     export_hugging_face(policy, tokenizer, folder / "export", ALONE, torch.float16)
     return source, folder / "export"
 
@@ -270,7 +270,7 @@ def test_an_export_keeps_what_its_source_had(kind, tmp_path, capsys):
     missing = {file.name for file in source.iterdir()} - {file.name for file in export.iterdir()}
     assert not missing
     shutil.move(source, tmp_path / "elsewhere")
-    again = load_policy(
+    again = load_model(
         str(export), "sdpa", vision=load_vision(str(export), PixelLimits(784, 7840, 784))
     )
     export_hugging_face(
@@ -282,11 +282,11 @@ def test_an_export_keeps_what_its_source_had(kind, tmp_path, capsys):
 
 def test_an_export_whose_source_is_gone_says_so(tmp_path, capsys):
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "source")
-    policy, tokenizer = load_policy(str(folder), "sdpa"), load_tokenizer(str(folder))
+    policy, tokenizer = load_model(str(folder), "sdpa"), load_tokenizer(str(folder))
     shutil.rmtree(folder)
     export_hugging_face(policy, tokenizer, tmp_path / "export", ALONE, torch.float32)
     assert f"warning: {folder} is gone" in capsys.readouterr().out
-    load_policy(str(tmp_path / "export"), "sdpa")
+    load_model(str(tmp_path / "export"), "sdpa")
 
 
 @pytest.mark.slow
@@ -309,7 +309,7 @@ def test_transformers_4_reads_an_export_as_it_reads_the_source(tmp_path):
         assert export.pop("eos_token") == load_tokenizer(str(folders[1])).eos_token
         assert export == source
         assert ours == pytest.approx(theirs, abs=0.05), "in half precision"
-        model = load_policy(
+        model = load_model(
             str(folders[1]),
             "sdpa",
             vision=load_vision(str(folders[1]), PixelLimits(784, 7840, 784)),
@@ -340,7 +340,7 @@ def test_a_pickle_in_a_checkpoint_is_not_exported(run, tmp_path):
 @pytest.fixture
 def exported(tmp_path):
     """export(): into tmp_path/run/model, as a run does at its end; in words, why it did not."""
-    policy, tokenizer = load_policy(FOLDERS["tiny"], "sdpa"), load_tokenizer(FOLDERS["tiny"])
+    policy, tokenizer = load_model(FOLDERS["tiny"], "sdpa"), load_tokenizer(FOLDERS["tiny"])
 
     def export() -> str:
         try:

@@ -31,7 +31,7 @@ from helpers import (
 from zygote import RANK_VARIABLES
 
 import grpo
-from common import distributed
+from common import script
 from common.distributed import World, init_world
 from common.ending import GRACE_S
 from common.engine.vllm import VllmEngine
@@ -494,11 +494,11 @@ def test_a_lost_terminal_and_slurms_signal_are_sigterms_unless_ignored(
 ):
     """As nohup has it."""
     received: list[int] = []
-    previous = {handled: signal.getsignal(handled) for handled in distributed.STOP_SIGNALS}
-    monkeypatch.setattr(distributed, "received", received)
+    previous = {handled: signal.getsignal(handled) for handled in script.STOP_SIGNALS}
+    monkeypatch.setattr(script, "received", received)
     try:
         signal.signal(number, before)
-        distributed.handle_signals()
+        script.handle_signals()
         assert signal.getsignal(number) != signal.SIG_DFL, "which ends the process"
         os.kill(os.getpid(), number)
         assert received == [number] * stops
@@ -734,7 +734,7 @@ def test_a_package_that_cannot_be_imported_names_the_requirements_and_the_doctor
     def main():
         raise error
 
-    assert distributed._outcome(main) == 1
+    assert script._outcome(main) == 1
     said = capfd.readouterr().err
     assert ("requirements.txt" in said and "python -m common.doctor" in said) == advised and str(
         error

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from common.hub import FOLDERS, load_tokenizer, resolve_model
-from common.models import load_policy
+from common.models import load_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -117,7 +117,7 @@ def test_a_subfolder_is_fetched_and_nothing_else(hub):
     folder = resolve_model("org/warm-start/checkpoint-246")
     assert Path(folder).name == "checkpoint-246"
     assert load_tokenizer(folder).get_vocab() == load_tokenizer(str(FOLDERS["tiny"])).get_vocab()
-    load_policy(folder, "sdpa")
+    load_model(folder, "sdpa")
     own = {f"checkpoint-246/{file.name}" for file in FOLDERS["tiny"].iterdir()}
     assert hub.fetched <= own and "checkpoint-246/model.safetensors" in hub.fetched
 

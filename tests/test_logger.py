@@ -17,7 +17,7 @@ import torch
 from helpers import deadline, run_script
 
 from common import config as machine
-from common import distributed, ending, logger, trackers
+from common import distributed, ending, logger, script, trackers
 from common.config import save_config
 from common.limits import usable_cpus
 from common.logger import COLUMNS, Logger, StatusLine, fitted
@@ -642,7 +642,7 @@ def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, m
     monkeypatch.setattr(ending.os, "_exit", leave)
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
     with pytest.raises(Left) as left:
-        distributed.run(main)
+        script.run(main)
     assert left.value.args == (status,) and done == ["curves"], (
         "and an error in it changes no exit status"
     )

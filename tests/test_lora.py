@@ -17,7 +17,7 @@ from common.export import export_hugging_face
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
 from common.lora import Base, adapters, add_adapters, merged
-from common.models import full_parameters, load_policy
+from common.models import full_parameters, load_model
 from common.packing import TokenIndex, pack
 from common.shards import saved_weights
 from ppo import Critic
@@ -87,8 +87,8 @@ def test_gradients_are_those_of_explicit_adapters():
 
 
 def test_a_fresh_adapter_changes_nothing_and_the_base_stays_what_it_was():
-    policy = load_policy(TINY, "sdpa", lora=lora())
-    before = dict(load_policy(TINY, "sdpa").model.state_dict())
+    policy = load_model(TINY, "sdpa", lora_flags=lora())
+    before = dict(load_model(TINY, "sdpa").model.state_dict())
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_parameters(policy))
     batch = packed()
     with torch.no_grad():
@@ -108,10 +108,10 @@ def test_a_fresh_adapter_changes_nothing_and_the_base_stays_what_it_was():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_sent_has_the_bits_of_the_forward(dtype):
     """A plain model with the weights that an engine gets has the log-probs of the adapted one."""
-    policy = load_policy(TINY, "sdpa", dtype=dtype, lora=lora())
+    policy = load_model(TINY, "sdpa", dtype=dtype, lora_flags=lora())
     batch = packed()
     move_adapters(policy)
-    plain = load_policy(TINY, "sdpa", dtype=dtype)
+    plain = load_model(TINY, "sdpa", dtype=dtype)
     plain.model.load_state_dict(dict(full_parameters(policy, dtype)))
     with torch.no_grad():
         assert torch.equal(policy(batch)[0], plain(batch)[0])
@@ -126,7 +126,7 @@ def test_merging_rounds_once():
 
 
 def test_an_adapted_critic_trains_its_head_too():
-    backbone = load_policy(TINY, "sdpa", dtype=torch.bfloat16, lora=lora()).model.base_model
+    backbone = load_model(TINY, "sdpa", dtype=torch.bfloat16, lora_flags=lora()).model.base_model
     critic = Critic(backbone, "sdpa")
     critic(packed()).sum().backward()
     assert critic.head.dtype == torch.float32
@@ -148,11 +148,11 @@ def test_an_adapted_critic_trains_its_head_too():
 )
 def test_targets_that_match_nothing_are_refused(targets, message):
     with pytest.raises(SystemExit, match=message):
-        load_policy(TINY, "sdpa", lora=lora(targets=targets))
+        load_model(TINY, "sdpa", lora_flags=lora(targets=targets))
 
 
 def test_targets_are_layers_by_name():
-    policy = load_policy(TINY, "sdpa", lora=lora(targets="q_proj,down_proj"))
+    policy = load_model(TINY, "sdpa", lora_flags=lora(targets="q_proj,down_proj"))
     assert {name.rpartition(".")[2] for name, _ in adapters(policy)} == {"q_proj", "down_proj"}
 
 
@@ -178,20 +178,20 @@ def test_a_warning_says_that_experts_are_not_adapted(capsys):
 
 
 def test_all_may_be_named_among_others():
-    policy = load_policy(TINY, "sdpa", lora=lora(targets="all,q_proj"))
+    policy = load_model(TINY, "sdpa", lora_flags=lora(targets="all,q_proj"))
     assert len({name.rpartition(".")[2] for name, _ in adapters(policy)}) == 7
 
 
 def test_a_checkpoint_holds_adapters_alone(tmp_path):
     """Where the head is tied to the embeddings, too, which torch names apart."""
     for folder in (TINY, write_tied_llama(tmp_path)):
-        names = saved_weights(load_policy(str(folder), "sdpa", lora=lora())).keys()
+        names = saved_weights(load_model(str(folder), "sdpa", lora_flags=lora())).keys()
         assert names
         assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
 
 
 def test_peft_loads_the_adapter_to_the_same_logits(tmp_path, world):
-    policy = load_policy(TINY, "sdpa", lora=lora())
+    policy = load_model(TINY, "sdpa", lora_flags=lora())
     move_adapters(policy)
     folder = tmp_path / "model"
     export_hugging_face(policy, load_tokenizer(TINY), folder, world, torch.float32, base=TINY)

@@ -22,7 +22,7 @@ from common.engine.vllm import refuse_other_files, start_errors
 from common.export import export_hugging_face
 from common.hub import FOLDERS, JSON_FILES, load_tokenizer, require_weights, resolve_model
 from common.job import Job, facts_of_machine
-from common.models import Policy, load_policy, unsupported
+from common.models import Policy, load_model, why_unsupported
 from common.packing import TokenIndex, pack
 from common.torch_repair import check_version
 from common.types import Episode
@@ -80,7 +80,7 @@ def test_models_that_packs_masks_or_log_probs_do_not_express_are_refused(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SIZES | options)))
     for attention, expected in (("sdpa", problem), ("flex", problem), ("flash", with_flash)):
-        found = unsupported(model, attention)
+        found = why_unsupported(model, attention)
         if expected is None:
             assert found is None, attention
         else:
@@ -95,18 +95,18 @@ def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path):
     embeddings = weights["model.embed_tokens.weight"]
     weights["lm_head.weight"] = embeddings.clone()
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    load_policy(str(tmp_path), "sdpa")
+    load_model(str(tmp_path), "sdpa")
     weights["lm_head.weight"] = torch.zeros_like(embeddings)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match="have a head of their own"):
-        load_policy(str(tmp_path), "sdpa")
+        load_model(str(tmp_path), "sdpa")
 
 
 def test_loading_a_refused_model_names_it(tmp_path):
     config = CONFIG_MAPPING["mistral"](**(SIZES | {"sliding_window": 8}))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match=f"--model {tmp_path}: mistral has sliding windows"):
-        load_policy(str(tmp_path), "sdpa")
+        load_model(str(tmp_path), "sdpa")
 
 
 def test_a_checkpoint_without_one_of_its_tensors_is_refused_by_name(tmp_path):
@@ -117,8 +117,8 @@ def test_a_checkpoint_without_one_of_its_tensors_is_refused_by_name(tmp_path):
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     message = r"model: its files have no model\.layers\.1\.mlp\.up_proj\.weight"
     with pytest.raises(SystemExit, match=message):
-        load_policy(str(tmp_path / "model"), "sdpa")
-    load_policy(str(tmp_path / "model"), "sdpa", from_scratch=True)
+        load_model(str(tmp_path / "model"), "sdpa")
+    load_model(str(tmp_path / "model"), "sdpa", from_scratch=True)
 
 
 def cut_in_half(file: Path) -> None:
@@ -319,10 +319,10 @@ def test_the_files_of_weights_are_looked_at_before_any_is_read(case, tmp_path):
     change(folder)
     for flag, make in (("--model", Policy), ("--critic-model", Critic)):
         if message is None:
-            load_policy(str(folder), "sdpa", make=make)
+            load_model(str(folder), "sdpa", flag=flag, make=make)
         elif make is Policy or case != "a shard lacks what the index lists":
             with pytest.raises(SystemExit, match=f"^{flag} {folder}{message}"):
-                load_policy(str(folder), "sdpa", make=make)
+                load_model(str(folder), "sdpa", flag=flag, make=make)
 
 
 def test_an_index_of_a_single_file_is_no_second_model(tmp_path):
@@ -377,12 +377,12 @@ def test_names_that_are_not_the_models_are_refused(kind, ending, tmp_path):
     else:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match=f"^--model {folder}: its files have {message}"):
-        load_policy(str(folder), "sdpa")
+        load_model(str(folder), "sdpa")
     if kind != "of another layer":
         backbone = message.replace(r"lm_head\.weight", r"model\.embed_tokens\.weight")
         message = f"^--critic-model {folder}: its files have {backbone}"
         with pytest.raises(SystemExit, match=message):
-            load_policy(str(folder), "sdpa", make=Critic)
+            load_model(str(folder), "sdpa", flag="--critic-model", make=Critic)
 
 
 def test_weights_that_a_config_has_no_place_for_are_refused(tmp_path):
@@ -396,10 +396,10 @@ def test_weights_that_a_config_has_no_place_for_are_refused(tmp_path):
         save_file(weights | {name: torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
         message = f"^--model {folder}: its files have {name}, for which Qwen2ForCausalLM"
         with pytest.raises(SystemExit, match=message):
-            load_policy(str(folder), "sdpa")
+            load_model(str(folder), "sdpa")
         message = f"^--critic-model {folder}: its files have {name}, for which"
         with pytest.raises(SystemExit, match=message) if also_for_critics else nullcontext():
-            load_policy(str(folder), "sdpa", make=Critic)
+            load_model(str(folder), "sdpa", flag="--critic-model", make=Critic)
     save_file(
         weights | {"model.norm.weight": torch.zeros(2)},
         folder / "model.safetensors",
@@ -407,14 +407,14 @@ def test_weights_that_a_config_has_no_place_for_are_refused(tmp_path):
     )
     message = r"its files have model\.norm\.weight with shape \[2\], and its config\.json wants"
     with pytest.raises(SystemExit, match=message):
-        load_policy(str(folder), "sdpa")
+        load_model(str(folder), "sdpa")
     # older files hold what a model computes by itself
     computed = {
         "model.rotary_emb.inv_freq": torch.zeros(2),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
     }
     save_file(weights | computed, folder / "model.safetensors", {"format": "pt"})
-    load_policy(str(folder), "sdpa")
+    load_model(str(folder), "sdpa")
 
 
 @pytest.mark.parametrize("flag", ["--model", "--critic-model", "--reward-model"])
@@ -533,20 +533,20 @@ def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):
     config.num_labels = 1
     scorer = AutoModelForSequenceClassification.from_config(config)
     scorer.save_pretrained(tmp_path)
-    critic = load_policy(str(tmp_path), "sdpa", make=Critic)
+    critic = load_model(str(tmp_path), "sdpa", make=Critic)
     assert torch.equal(
         critic.model.layers[1].mlp.up_proj.weight, scorer.model.layers[1].mlp.up_proj.weight
     )
     with pytest.raises(SystemExit, match=r"its files have no lm_head\.weight"):
-        load_policy(str(tmp_path), "sdpa")
+        load_model(str(tmp_path), "sdpa")
 
 
 def test_a_critic_has_positions_for_what_is_sampled():
     """Of the policy its engine says so."""
     message = r"2049 tokens together, and --critic-model .* has 2048 positions"
     with pytest.raises(SystemExit, match=message):
-        load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2049)
-    load_policy(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2048)
+        load_model(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2049)
+    load_model(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2048)
 
 
 def test_there_is_no_dropout(tmp_path):
@@ -557,7 +557,7 @@ def test_there_is_no_dropout(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     episode = Episode(0, 0, list(range(30)), list(range(30, 60)), [1] * 30, [0.0] * 30)
     (batch,) = pack([episode], [0], TokenIndex([episode]), budget=100)
-    policy = load_policy(str(tmp_path), "sdpa")
+    policy = load_model(str(tmp_path), "sdpa")
     with torch.no_grad():
         assert policy.training
         assert torch.equal(policy(batch)[0], policy(batch)[0])
@@ -575,7 +575,7 @@ def test_an_export_with_several_chat_templates_is_readable_and_can_be_repeated(t
     """They are saved as a folder."""
     tokenizer = load_tokenizer(str(FOLDERS["tiny"]))
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
-    policy = load_policy(str(FOLDERS["tiny"]), "sdpa")
+    policy = load_model(str(FOLDERS["tiny"]), "sdpa")
     for _ in range(2):
         export_hugging_face(policy, tokenizer, tmp_path / "model", world, torch.bfloat16)
         assert set(load_tokenizer(str(tmp_path / "model")).chat_template) == {"default", "tool_use"}

@@ -304,11 +304,11 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(
     tiny_config, tmp_path, world, eager_compiler
 ):
     from common.distributed import forward_context, make_mesh, wrap_model
-    from common.models import load_policy
+    from common.models import load_model
 
     random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
-    plain = load_policy(tmp_path, "sdpa")
-    compiled = load_policy(tmp_path, "flex", compile_layers=True)
+    plain = load_model(tmp_path, "sdpa")
+    compiled = load_model(tmp_path, "flex", compile_layers=True)
     compiled = wrap_model(compiled, make_mesh(world, "fsdp"), torch.float32)
     episodes = random_episodes(5, prompts=12, samples=5)
     index = TokenIndex(episodes)

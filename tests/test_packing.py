@@ -24,7 +24,7 @@ import grpo
 from common.distributed import abandon_backward, forward_context, make_mesh, wrap_model
 from common.limits import status_bytes
 from common.memory.halving import RESERVE, halve_budget, limited_memory
-from common.models import load_policy
+from common.models import load_model
 from common.packing import Packer, TokenIndex
 from grpo import split_minibatches
 
@@ -347,7 +347,7 @@ def test_on_one_cpu_rank_weights_are_cast_once_a_step(case, tiny_config):
 def test_a_head_tied_to_the_embeddings_is_gathered_with_them_once(case, tmp_path):
     """Read in shards, too: transformers ties them after FSDP2 has counted the parameters."""
     wrap = partial(wrap_model, mesh=make_mesh(case.world, "fsdp"), compute_dtype=torch.bfloat16)
-    policy = load_policy(write_tied_llama(tmp_path / "model"), "sdpa", wrap=wrap)
+    policy = load_model(write_tied_llama(tmp_path / "model"), "sdpa", wrap=wrap)
     embeddings = policy.model.get_input_embeddings()
     with Casts(embeddings.weight.numel()) as casts, forward_context(policy):
         policy(case.minibatches[0].micro_batches[0])[0].sum().backward()

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from common import ending
-from common.distributed import _outcome
 from common.files import user_errors
 from common.printing import guard_output, printable
 from common.rewards import RewardWorkers, score_episodes
+from common.script import _outcome
 from common.types import Episode
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\b\b\r\x0b\x7f\u202eabc\u2066\u2028end"

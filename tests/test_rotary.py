@@ -16,7 +16,7 @@ from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.hub import FOLDERS, load_tokenizer
-from common.models import load_policy
+from common.models import load_model
 from common.packing import TokenIndex, pack
 from common.rewards.model import RewardModel
 from common.types import Episode, Row
@@ -125,7 +125,7 @@ def test_in_a_pack_each_text_has_the_frequencies_of_its_own_length(name, budget,
     nothing behind."""
     folder = write_model(tmp_path, name)
     episodes = texts(20, 60, 45, 9, LIMIT, LIMIT + 1, 50)
-    packed = packed_logprobs(load_policy(folder, "sdpa"), episodes, budget)
+    packed = packed_logprobs(load_model(folder, "sdpa"), episodes, budget)
     for logprobs, episode in zip(packed, episodes):
         expected = logprobs_alone(folder, episode)
         assert torch.allclose(logprobs, expected, atol=2e-5), len(logprobs) + 4
@@ -140,7 +140,7 @@ def test_what_an_engine_samples_has_its_frequencies_whatever_its_length(
     """vLLM's of --max-prompt-tokens and --max-response-tokens together; of a prompt's responses of
     any length."""
     folder = write_model(tmp_path, name)
-    policy = load_policy(folder, "sdpa", max_model_len=longest)
+    policy = load_model(folder, "sdpa", max_model_len=longest)
     episodes = texts(longest, 20, longest - 1, 9)
     for episode in episodes[1:]:
         episode.prompt_index = 0
@@ -151,7 +151,7 @@ def test_what_an_engine_samples_has_its_frequencies_whatever_its_length(
 
 
 def test_texts_of_several_lengths_do_not_share_a_prompt_in_silence(tmp_path):
-    policy = load_policy(write_model(tmp_path, "dynamic"), "sdpa")
+    policy = load_model(write_model(tmp_path, "dynamic"), "sdpa")
     episodes = texts(50, 50, 20)
     for episode in episodes[1:]:
         episode.prompt_index = 0

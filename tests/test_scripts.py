@@ -10,7 +10,7 @@ import sys
 import pytest
 from helpers import ROOT, SCRIPTS, parsed, run_script
 
-import common.distributed
+import common.script
 
 MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("common/**/*.py"))
 # what a script cannot do without
@@ -139,7 +139,7 @@ def test_help_shows_every_flag_and_its_text(script):
 def start(script: str, arguments: list[str], monkeypatch) -> list:
     """What the script hands to `run` when it is called with `arguments`; nothing of it is run."""
     handed = []
-    monkeypatch.setattr(common.distributed, "run", lambda *a, **k: handed.append((a, k)))
+    monkeypatch.setattr(common.script, "run", lambda *a, **k: handed.append((a, k)))
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     runpy.run_path(str(ROOT / script), run_name="__main__")
     return handed
@@ -159,7 +159,7 @@ def test_unknown_flag_is_an_error_that_names_the_nearest(script, monkeypatch, ca
 def test_the_script_starts_its_main_as_run_expects(script, arguments, monkeypatch):
     """`run` is called as it is declared, and calls `main` as that is declared: caught without a
     run."""
-    real = inspect.signature(common.distributed.run)
+    real = inspect.signature(common.script.run)
     arguments = arguments or REQUIRED.get(script, [])
     ((positional, keywords),) = start(script, arguments, monkeypatch)
     bound = real.bind(*positional, **keywords)

@@ -12,7 +12,7 @@ import pytest
 from common.assets.build import tiny
 from common.data.render import end_of_turn, end_token_ids
 from common.hub import FOLDERS, load_tokenizer
-from common.models import load_policy
+from common.models import load_model
 from common.rewards.countdown import score
 
 STEP = re.compile(r"(\d+)([-+])(\d+)=(\d+)")
@@ -103,7 +103,7 @@ def test_tokenizer_round_trip_and_prompt_length(tokenizer):
 def test_embedded_policy_loads_and_ends_where_its_tokenizer_says():
     path = str(FOLDERS["tiny"])
     tokenizer = load_tokenizer(path)
-    policy = load_policy(path, "sdpa")
+    policy = load_model(path, "sdpa")
     assert policy.model.config.vocab_size == len(tokenizer)
     assert end_token_ids(path, tokenizer) == [tokenizer.eos_token_id]
     assert sum(file.stat().st_size for file in FOLDERS["tiny"].iterdir()) < 10e6

@@ -13,7 +13,7 @@ from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
-from common.models import load_policy
+from common.models import load_model
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.types import Episode
@@ -35,7 +35,7 @@ def vision(folder):
 
 @pytest.fixture(scope="module")
 def policy(folder, vision):
-    return load_policy(folder, "sdpa", dtype=torch.float32, vision=vision)
+    return load_model(folder, "sdpa", dtype=torch.float32, vision=vision)
 
 
 def image(seed: int) -> Media:
@@ -133,7 +133,7 @@ def test_packed_trajectories_have_the_logprobs_of_single_ones(
 def test_flex_attention_reads_pictures_too(policy, folder, vision, eager_compiler):
     """Under its own name transformers would refuse it to Qwen2.5-VL."""
     options = {"dtype": torch.float32, "vision": vision, "compile_layers": True}
-    flex, episodes = load_policy(folder, "flex", **options), trajectories(vision)
+    flex, episodes = load_model(folder, "flex", **options), trajectories(vision)
     logprobs = [
         packed_logprobs(p, episodes, vision, budget=300, multiple=128) for p in (flex, policy)
     ]
@@ -178,7 +178,7 @@ def test_a_picture_of_a_group_is_encoded_once(policy, vision, monkeypatch):
 def test_a_tower_that_overflows_in_fp16_is_cut_as_vllm_cuts_it(model, folder, vision, world):
     """That of Qwen2.5-VL-3B does, in its last block; what is not too large is left alone."""
     if model == "policy":
-        loaded = load_policy(folder, "sdpa", dtype=torch.float16, vision=vision).model
+        loaded = load_model(folder, "sdpa", dtype=torch.float16, vision=vision).model
     else:
         loaded = HuggingFaceEngine(
             EngineConfig(folder, torch.float16, world, [], 64, vision=vision)

@@ -117,13 +117,13 @@ def refuse_by_address():
 def test_tokens_in_the_ids_equal_features_for_any_size(vision):
     """200 random sizes and shapes and the extremes, through the model's own vision tower for
     some."""
-    from common.models import load_policy
+    from common.models import load_model
 
     rng = random.Random(0)
     sizes = [(1, 1), (5000, 20), (20, 5000), (1, 3000), (27, 29), (28, 28), (4000, 3000)]
     sizes += [(int(10 ** rng.uniform(0, 3.3)), int(10 ** rng.uniform(0, 3.3))) for _ in range(200)]
     text = vision.processor.tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
-    tower = load_policy(
+    tower = load_model(
         vision.processor.tokenizer.name_or_path, "sdpa", vision=vision
     ).model.base_model.visual
     for i, (width, height) in enumerate(sizes):

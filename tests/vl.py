@@ -279,7 +279,7 @@ def teach(folder: Path, steps: int = 60) -> None:
     bad, and answers."""
     from test_turns import ScriptedEngine, row
 
-    from common.models import load_policy
+    from common.models import load_model
     from common.packing import TokenIndex, pack
     from common.pictures import Media
     from common.rollout.sampling import sample_episodes
@@ -293,7 +293,7 @@ def teach(folder: Path, steps: int = 60) -> None:
         build_tokenizer(),
         ToolWorkers("visual", 2, 20.0),
     )
-    policy = load_policy(str(folder), "sdpa", vision=vision)
+    policy = load_model(str(folder), "sdpa", vision=vision)
     episodes = []
     for i in range(12):
         media = [Media.open("image", [picture(120, 90, i + j)], SMALL) for j in range(i % 3)] * (

@@ -19,9 +19,9 @@ from torch import Tensor
 import common.engine.vllm
 import common.rollout.rollouts
 import grpo
-from common.distributed import run
 from common.engine.vllm import VllmEngine
 from common.flags import parse
+from common.script import run
 
 
 def in_three_bits(tensor: Tensor) -> Tensor:

@@ -45,15 +45,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 
 import grpo
 from common.attention import choose_attention
-from common.distributed import init_world, make_mesh, run, wrap_model
+from common.distributed import init_world, make_mesh, wrap_model
 from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Rollout
 from common.hub import FOLDERS
 from common.look.curves import read_metrics
-from common.models import full_parameters, load_policy
+from common.models import full_parameters, load_model
 from common.optimizer import GuardedAdamW
 from common.packing import MicroBatch, Packer, TokenIndex
+from common.script import run
 from common.types import Episode
 
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
@@ -177,7 +178,7 @@ def measure_update(
                 "compile_layers": compiled,
                 "from_scratch": True,
             }
-            policy = load_policy(folder, attention, **options)
+            policy = load_model(folder, attention, **options)
         config = AutoConfig.from_pretrained(folder)
     embeddings = policy.model.get_input_embeddings().weight.numel() * (
         1 if config.tie_word_embeddings else 2
@@ -253,7 +254,7 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
             "memory_gib": 8.0 if device.type == "cuda" else 0.5,
         }
         engine = VllmEngine(EngineConfig(str(folder), torch.bfloat16, world, **options))
-        policy = load_policy(str(folder), choose_attention("auto", device))
+        policy = load_model(str(folder), choose_attention("auto", device))
     policy = wrap_model(policy, make_mesh(world, "fsdp"), torch.bfloat16)
     result = {"copy GB/s": copy_bandwidth(device)}
 

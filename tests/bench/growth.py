@@ -169,11 +169,11 @@ def trajectories(size: int, folder: Path) -> Work:
 
 def sequence(size: int, folder: Path) -> Work:
     from common.hub import resolve_model
-    from common.models import load_policy
+    from common.models import load_model
     from common.packing import TokenIndex, pack
     from common.types import Episode
 
-    policy = load_policy(resolve_model("tiny"), "sdpa")
+    policy = load_model(resolve_model("tiny"), "sdpa")
     ids = random.Random(0).choices(range(32, 127), k=size)
     episodes = [Episode(0, 0, ids[:64], ids[64:], [1] * (size - 64), [0.0] * (size - 64), "stop")]
     (batch,) = pack(

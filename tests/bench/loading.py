@@ -31,11 +31,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from common.distributed import gather_objects, init_world, make_mesh, run, wrap_model
+from common.distributed import gather_objects, init_world, make_mesh, wrap_model
 from common.flags import Machine
 from common.hub import resolve_model
-from common.models import Policy, check_model, load_policy
+from common.models import Policy, checked_skeleton, load_model
 from common.progress import say
+from common.script import run
 from ppo import Critic
 
 Kind = Literal["tied", "untied", "critic", "sharded files", "vision", "ddp", "LoRA"]
@@ -122,14 +123,16 @@ def measure(args: Args) -> None:
     rank 0."""
     world, kind = init_world(), args.only
     mesh = make_mesh(world, "ddp" if kind == "ddp" else "fsdp")
-    wrap = partial(wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, whole=kind == "LoRA")
+    wrap = partial(
+        wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, own_stay_whole=kind == "LoRA"
+    )
     options: dict = {"wrap": wrap, "make": Critic if kind == "critic" else Policy}
     if kind == "LoRA":
-        options |= {"lora": Machine(lora_rank=16), "dtype": torch.bfloat16}
+        options |= {"lora_flags": Machine(lora_rank=16), "dtype": torch.bfloat16}
     # which imports what the model needs, here as in the scripts
-    check_model(args.folder, "sdpa", False)
+    checked_skeleton(args.folder, "sdpa", False, "--model")
     with anonymous_memory() as memory:
-        model = load_policy(args.folder, "sdpa", **options)
+        model = load_model(args.folder, "sdpa", **options)
         with torch.no_grad():
             for parameter in model.parameters():
                 # float32 files are mapped: their pages become ours when they are written to

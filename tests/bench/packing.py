@@ -24,11 +24,12 @@ import tyro
 from report import header, table
 
 from common.attention import choose_attention
-from common.distributed import forward_context, init_world, make_mesh, run, wrap_model
+from common.distributed import forward_context, init_world, make_mesh, wrap_model
 from common.hub import resolve_model
-from common.models import load_policy
+from common.models import load_model
 from common.packing import MicroBatch, Packer, TokenIndex, pack
 from common.precision import DTYPES
+from common.script import run
 from common.types import Episode
 
 
@@ -112,7 +113,7 @@ def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
     world = init_world()
     attention = choose_attention("auto", world.device)
-    policy = load_policy(resolve_model(args.model), attention)
+    policy = load_model(resolve_model(args.model), attention)
     episodes = random_episodes(args, policy.model.config.vocab_size)
     policy = wrap_model(policy, make_mesh(world, "fsdp"), DTYPES[args.dtype])
     batches = layouts(args, episodes, Packer(attention, args.budget, Path("nowhere"), world))

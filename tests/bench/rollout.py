@@ -33,7 +33,7 @@ from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
-from common.models import load_policy, sync_engine
+from common.models import load_model, sync_engine
 from common.processes import keep_freed_memory
 from common.progress import say
 from common.rollout.sampling import request_seed
@@ -60,7 +60,7 @@ def start(world: World, model: str, max_model_len: int, ends: bool) -> VllmEngin
 
 def trainer(world: World, model: str) -> torch.nn.Module:
     wrap = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=torch.bfloat16)
-    return load_policy(resolve_model(model), "sdpa", wrap=wrap).to(world.device)
+    return load_model(resolve_model(model), "sdpa", wrap=wrap).to(world.device)
 
 
 def sample(

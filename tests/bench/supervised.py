@@ -25,12 +25,13 @@ from report import header, table
 
 from common.attention import choose_attention
 from common.data.conversations import Conversations
-from common.distributed import init_world, make_mesh, run, wrap_model
+from common.distributed import init_world, make_mesh, wrap_model
 from common.hub import load_tokenizer, resolve_model
-from common.models import load_policy
+from common.models import load_model
 from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex
 from common.precision import DTYPES
+from common.script import run
 from common.types import Episode
 from sft import backward
 
@@ -70,7 +71,7 @@ class Plain:
 
     def __init__(self, args: Args, device: torch.device):
         self.args, self.device = args, device
-        self.model = load_policy(resolve_model(args.model), "sdpa").model.to(device)
+        self.model = load_model(resolve_model(args.model), "sdpa").model.to(device)
         self.model.set_attn_implementation("sdpa")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
 
@@ -97,7 +98,7 @@ class Packed:
 
     def __init__(self, args: Args, world):
         attention = choose_attention("auto", world.device)
-        policy = load_policy(resolve_model(args.model), attention)
+        policy = load_model(resolve_model(args.model), attention)
         self.world, self.packer = world, Packer(attention, args.budget, Path("nowhere"), world)
         self.model = wrap_model(policy, make_mesh(world, "fsdp"), DTYPES[args.dtype])
         self.optimizer = GuardedAdamW(

@@ -20,7 +20,7 @@ from helpers import (
 )
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.models import Policy, load_policy
+from common.models import Policy, load_model
 from common.packing import TokenIndex, pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -68,8 +68,8 @@ def values_and_gradients(
 def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype, bound):
     torch.backends.cuda.matmul.allow_tf32 = False
     episodes = random_episodes(5, prompts=6, samples=5)
-    flex = load_policy(model_folder, "flex", dtype=dtype).cuda()
-    sdpa = load_policy(model_folder, "sdpa", dtype=dtype).cuda()
+    flex = load_model(model_folder, "flex", dtype=dtype).cuda()
+    sdpa = load_model(model_folder, "sdpa", dtype=dtype).cuda()
     expected = values_and_gradients(sdpa, episodes, budget=1, share_prompts=False)
     cases = {
         "flex, shared prompts": (flex, {"budget": 512, "multiple": 128}),
@@ -90,8 +90,8 @@ def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype
 def test_packs_in_flash_attention_are_single_samples(model_folder):
     """It reads off the position ids where a sequence begins: each response repeats its prompt."""
     episodes = random_episodes(5, prompts=6, samples=5)
-    flash = load_policy(model_folder, "flash", dtype=torch.bfloat16).cuda()
-    sdpa = load_policy(model_folder, "sdpa", dtype=torch.bfloat16).cuda()
+    flash = load_model(model_folder, "flash", dtype=torch.bfloat16).cuda()
+    sdpa = load_model(model_folder, "sdpa", dtype=torch.bfloat16).cuda()
     expected = values_and_gradients(sdpa, episodes, budget=1, share_prompts=False)
     values, gradients = values_and_gradients(flash, episodes, budget=512, share_prompts=False)
     distances = relative_l2([values], [expected[0]]), relative_l2(gradients, expected[1])

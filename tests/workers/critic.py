@@ -16,9 +16,10 @@ from helpers import make_args, random_policy, split_of
 from transformers import Qwen2Config
 
 import ppo
-from common.distributed import all_reduce, init_world, make_mesh, run, wrap_model
+from common.distributed import all_reduce, init_world, make_mesh, wrap_model
 from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex
+from common.script import run
 from common.types import Episode
 from ppo import Critic
 

@@ -22,25 +22,18 @@ from torch.distributed.tensor import DTensor
 
 from common import models
 from common.data.render import end_token_ids
-from common.distributed import (
-    World,
-    gather_objects,
-    init_world,
-    make_mesh,
-    reshard,
-    run,
-    wrap_model,
-)
+from common.distributed import World, gather_objects, init_world, make_mesh, reshard, wrap_model
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
-from common.models import full_parameters, load_policy
+from common.models import full_parameters, load_model
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, GAP_LIMITS, checked_gap
 from common.progress import say
 from common.rollout.sampling import sample_episodes
+from common.script import run
 from common.types import Row, Sampling
 
 # What the engine does after the policy has moved. On CPUs it never sleeps, and these are syncs
@@ -89,7 +82,9 @@ def main(args: argparse.Namespace) -> None:
     )
     lora = Machine(lora_rank=args.lora_rank) if args.lora_rank else None
     wrap = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=dtype)
-    policy = load_policy(path, "sdpa", dtype=dtype if lora else torch.float32, wrap=wrap, lora=lora)
+    policy = load_model(
+        path, "sdpa", dtype=dtype if lora else torch.float32, wrap=wrap, lora_flags=lora
+    )
     sampling = Sampling(n=2, max_tokens=args.tokens, temperature=args.temperature)
     # long enough for several blocks of KV cache: a prefix cache that outlives a sync would show
     text = (

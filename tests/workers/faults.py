@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from common.distributed import all_reduce, handle_signals, init_world, run
+from common.distributed import all_reduce, init_world
 from common.ending import reached, sign_of_life
 from common.progress import say
+from common.script import handle_signals, run
 
 
 def main(fault: str) -> None:

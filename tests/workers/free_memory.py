@@ -9,9 +9,9 @@ import os
 
 import common.memory.plan
 import grpo
-from common.distributed import run
 from common.flags import parse
 from common.processes import ranks_here
+from common.script import run
 
 if __name__ == "__main__":
     rank = int(os.environ.get("RANK", "0"))

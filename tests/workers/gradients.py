@@ -17,17 +17,17 @@ import grpo
 import ppo
 from common.distributed import (
     all_reduce,
-    average_gradients,
+    average_whole_gradients,
     forward_context,
     init_world,
     make_mesh,
     repeated_blocks,
-    run,
     wrap_model,
 )
 from common.flags import Machine
 from common.lora import adapters, add_adapters
 from common.packing import Minibatch, TokenIndex, pack
+from common.script import run
 from ppo import Critic
 
 COMMON = {"temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_response_tokens": 20}
@@ -94,7 +94,7 @@ def gradient(
 
 
 def gradients_of(model) -> list[torch.Tensor]:
-    average_gradients(model)  # of adapters; all others have been
+    average_whole_gradients(model)  # of adapters; all others have been
     return [full(p.grad) for p in model.parameters() if p.requires_grad]
 
 

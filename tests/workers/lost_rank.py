@@ -9,9 +9,9 @@ import signal
 import sys
 
 import grpo
-from common.distributed import run
 from common.engine.vllm import VllmEngine
 from common.flags import parse
+from common.script import run
 
 fault, steps, real = sys.argv.pop(1), [], VllmEngine.step
 

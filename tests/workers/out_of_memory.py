@@ -7,9 +7,9 @@ The allocator itself says so: on a CPU since a rank may not take more than is fr
 import torch
 
 import grpo
-from common.distributed import run
 from common.flags import parse
 from common.limits import free_memory
+from common.script import run
 
 real, calls = grpo.backward, []
 

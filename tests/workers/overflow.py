@@ -5,8 +5,9 @@ import json
 import torch
 from torch import nn
 
-from common.distributed import gather_objects, init_world, make_mesh, run, wrap_model
+from common.distributed import gather_objects, init_world, make_mesh, wrap_model
 from common.optimizer import GuardedAdamW
+from common.script import run
 
 
 def main(_: None) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from common.distributed import all_reduce, handle_signals, init_world, run, stop_requested
+from common.distributed import all_reduce, init_world
 from common.progress import say
+from common.script import handle_signals, requested_exit_code, run
 from common.steps import Stopwatch, profiled
 
 SLOW_RANK, SLOW_S = 1, 0.4
@@ -37,7 +38,7 @@ def main(folder: str, asked: str, stop_at: str = "") -> None:
             all_reduce([1.0])
         if f"{step}" == stop_at and world.rank == SLOW_RANK:
             os.kill(os.getpid(), signal.SIGTERM)
-        if status := stop_requested():
+        if status := requested_exit_code():
             raise SystemExit(status)
         metrics.append(watch.metrics(world.device))
     say(json.dumps(metrics))

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from helpers import random_episodes, split_of
 
-from common.distributed import gather_objects, init_world, run
+from common.distributed import gather_objects, init_world
 from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
 from common.packing import Packer, TokenIndex
+from common.script import run
 
 
 def main(_: None) -> None:

@@ -15,11 +15,12 @@ from torch import nn
 from common import shards
 from common.checkpoint import Checkpoints
 from common.data.prompts import PromptLoader
-from common.distributed import World, gathered, init_world, make_mesh, run, wrap_model
+from common.distributed import World, gathered, init_world, make_mesh, wrap_model
 from common.flags import Machine
 from common.hub import FOLDERS
-from common.models import load_policy
+from common.models import load_model
 from common.optimizer import GuardedAdamW
+from common.script import run
 from common.shards import find_checkpoint
 
 shards.FILE_BYTES = 100  # each rank has several files
@@ -48,7 +49,7 @@ class Odd(nn.Module):
 
 def make(kind: str, world: World) -> nn.Module:
     if kind == "lora":
-        return load_policy(FOLDERS["tiny"], "sdpa", lora=Machine(lora_rank=3))
+        return load_model(FOLDERS["tiny"], "sdpa", lora_flags=Machine(lora_rank=3))
     return wrap_model(Odd(), make_mesh(world, "fsdp"), torch.float32)
 
 

@@ -2,8 +2,8 @@
 alone."""
 
 import sft
-from common.distributed import run
 from common.flags import parse
+from common.script import run
 
 
 def main(args: sft.Args) -> None:

@@ -15,12 +15,13 @@ from test_turns import ScriptedEngine, row
 from torch.distributed import new_subgroups
 from vl import build_tokenizer
 
-from common.distributed import broadcast_object, gather_objects, init_world, run
+from common.distributed import broadcast_object, gather_objects, init_world
 from common.flags import Rollout
 from common.progress import say
 from common.rollout.opening import open_tools
 from common.rollout.sampling import sample_episodes
 from common.rollout.trajectories import Turns
+from common.script import run
 from common.tools import pools
 from common.types import Sampling
 
