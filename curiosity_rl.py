@@ -418,6 +418,7 @@ def check_args(args: Args) -> None:
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     training = not args.rollout.eval_only
+    # a user's mistakes end the run before weights are read
     job = Job(
         Path(__file__).stem,
         args.data,
@@ -430,6 +431,8 @@ def main(args: Args, demo: bool = False) -> None:
     world, device = job.world, job.world.device
     check_rollout(job, args.rollout)
     job.check_weights(job.path)  # the engine would be the first to miss some
+
+    # what samples and scores; the engine before the trainer: it needs the memory while it loads
     data_folder = job.output_dir / "data"
     data = with_embedded_data(
         args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
@@ -465,6 +468,7 @@ def main(args: Args, demo: bool = False) -> None:
         engine_group=engine_group,
     )
 
+    # what is trained
     policy = job.load_policy()
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)

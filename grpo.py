@@ -600,6 +600,7 @@ def main(args: Args, demo: bool = False) -> None:
     check_args(args)
     args = with_gspo_defaults(args)
     training = not args.rollout.eval_only
+    # a user's mistakes end the run before weights are read
     job = Job(
         Path(__file__).stem,
         args.data,
@@ -613,6 +614,8 @@ def main(args: Args, demo: bool = False) -> None:
     needs_reference = has_kl(args) and training
     check_rollout(job, args.rollout)
     job.check_weights(job.path)  # the engine would be the first to miss some
+
+    # what samples and scores; the engine before the trainer: it needs the memory while it loads
     data_folder = job.output_dir / "data"
     data = with_embedded_data(
         args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
@@ -648,6 +651,7 @@ def main(args: Args, demo: bool = False) -> None:
         engine_group=engine_group,
     )
 
+    # what is trained
     policy = job.load_policy()
     reference = job.load_reference(policy) if needs_reference else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
