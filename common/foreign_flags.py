@@ -75,13 +75,13 @@ def all_answers(rollout_flags: set[str]) -> dict[str, str]:
         verb = "have" if " and " in scripts else "has"
         answers[name] = f"{scripts} {verb} it"
     for table in tomllib.loads(TABLES.read_text()).values():
-        for key, (ours, note) in table.items():
-            if ours == "none":
+        for key, (replacement, note) in table.items():
+            if replacement == "none":
                 answer = note
             elif note:
-                answer = f"here {ours} ({note})"
+                answer = f"here {replacement} ({note})"
             else:
-                answer = f"here {ours}"
+                answer = f"here {replacement}"
             answer = answer.replace("`", "")  # a page's marks of code
             answers[flag(key.lstrip("-"))] = f"{answer}; see docs/from_verl_trl.md"
     return answers

@@ -77,10 +77,10 @@ def descendants(process: int) -> list[int]:
                 # behind the name in brackets, which may hold anything: its state, its parent
                 _, parent, *_ = stat.rpartition(b")")[2].split()
                 children.setdefault(int(parent), []).append(int(entry))
-    found = children.get(process, [])
-    for descendant in found:  # the list grows while it is read
-        found += children.get(descendant, [])
-    return found
+    family = children.get(process, [])
+    for descendant in family:  # the list grows while it is read
+        family += children.get(descendant, [])
+    return family
 
 
 def end_descendants(child: int) -> int:

@@ -83,8 +83,10 @@ def family_of(data_source: str) -> str:
         if any(fnmatchcase(data_source, pattern) for pattern in patterns):
             return family
         all_patterns += patterns
-    known = ", ".join(all_patterns)
-    raise ValueError(f"no reward of PyVision-RL for data_source {data_source!r}; known are {known}")
+    raise ValueError(
+        f"no reward of PyVision-RL for data_source {data_source!r}; known are "
+        f"{', '.join(all_patterns)}"
+    )
 
 
 async def score_judged(
