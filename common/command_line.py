@@ -33,7 +33,7 @@ def expanded_arguments() -> list[str]:
 
 
 def typed_flags() -> set[str]:
-    """The flags on the command line."""
+    """All arguments as flags: `=VALUE` cut off, `_` as `-`. Separate values are among them."""
     return {argument.partition("=")[0].replace("_", "-") for argument in sys.argv[1:]}
 
 
@@ -55,8 +55,8 @@ def flat(args: Any) -> dict[str, Any]:
 
 
 def refuse_broken_line(arguments: list[str]) -> None:
-    """SystemExit for what another launcher, a line that is continued wrongly, or an unset variable
-    makes of a command."""
+    """SystemExit for the arguments that another launcher adds, and for those that a badly continued
+    line or an unset variable leaves behind."""
     for argument in arguments:
         if argument.replace("_", "-").startswith("--local-rank"):
             raise SystemExit(
@@ -104,7 +104,7 @@ def check_range(flag_name: str, value: float, hint: Any) -> None:
     """SystemExit for a number outside the range that its type gives, or one type of a union."""
     if value != value:
         raise SystemExit(f"{flag_name} {value}: must be a number")
-    for part in (hint, *get_args(hint)):
+    for part in (hint, *get_args(hint)):  # the type itself, or the types of a union
         for bound in getattr(part, "__metadata__", ()):
             problem = ""
             if isinstance(bound, Gt) and not value > bound.gt:

@@ -129,7 +129,7 @@ class Rollout:
     reward_function: str | None = None
     # seconds for one response; slower: wrong by a built-in rule, left out by yours
     reward_timeout: Positive = 10.0
-    # tools it may call: visual, python, FILE.py:NAME; visual: crop, frames; python: alone
+    # tools it may call: visual, python, FILE.py:NAME; visual is crop and frames; python goes alone
     tools: str | None = None
     # FILE.py:NAME; of a class, as in TRL, methods are tools; a function answers turns
     environment: str | None = None
@@ -214,12 +214,12 @@ class Run:
     """One run: its model and folder, how long it is, when it evaluates and saves, where it goes
     on."""
 
-    # folder or hub id, none given: the demo; smollm2; embedded: tiny, tiny-vl, tiny-vl-python
+    # folder or hub id (none given: the demo); or smollm2, tiny, tiny-vl, tiny-vl-python
     model: str = "tiny"
     output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
     seed: Limit = 0  # data order, sampling, initialisation
     total_steps: Count | None = None  # steps, in place of --total-epochs
-    # passes over the data, if no --total-steps; refills on top
+    # passes over the data, if no --total-steps; prompts that refill a step come on top
     total_epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0
     # steps between evaluations (0: none in between); those before and after besides
     eval_every: Limit = 20
@@ -365,6 +365,7 @@ def check_engine_parallel(rollout: Rollout) -> None:
 def check_reward_timeout(flags: Any, deadline_s: float) -> None:
     """SystemExit if --reward-timeout is given beside a function with another deadline of its
     own."""
+    # the flag has no effect where the function's own deadline has replaced it
     is_used = deadline_s == flags.reward_timeout
     needs = "a --reward-function without a timeout_s of its own"
     refuse_idle(flags, {"reward_timeout": (is_used, needs)})

@@ -61,7 +61,7 @@ def resolve_model(name: str, flag: str = "--model") -> str:
     if tokenizer_files and (folder / "config.json").is_file():
         return str(folder)
     subfolders = [f"{name}/{file.parent.name}" for file in sorted(folder.glob("*/config.json"))]
-    remedy = "of a run folder, give its model/"
+    remedy = "if it is a run folder, take its model/"
     if subfolders:
         remedy = f"take {', '.join(subfolders)}"
     raise SystemExit(f"{flag} {name}: no config.json or no tokenizer in it; {remedy}")
@@ -174,7 +174,7 @@ def check_weights(
     one.
     """
     missing, unknown, reshaped = compare_weights(model, path, flag)
-    homeless = unknown
+    homeless = unknown  # those that are refused; `unknown` keeps all, to find a wrapper's names
     if headless:
         missing = [name for name in missing if in_backbone(model, name)]
         homeless = [name for name in unknown if in_backbone(model, name)]
@@ -319,7 +319,7 @@ def load_tokenizer(
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         path, trust_remote_code=trust_remote_code
     )
-    # the first call changes its settings, and must not come from a thread
+    # also the first call of `encode`: that changes settings, and must not come from a thread
     if not tokenizer.encode("a", add_special_tokens=False):
         raise SystemExit(
             f"{path}: its tokenizer makes nothing of texts: are tokenizer.json and its like there?"

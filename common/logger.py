@@ -174,8 +174,8 @@ def cells_of(metrics: dict[str, float]) -> dict[str, str]:
 
 
 def fitted(value: float, width: int, spec: str) -> str:
-    """A number in `width` characters; one that is too large with fewer decimals than `spec` has, or
-    in thousands."""
+    """A number in `width` characters: by `spec`, or, if that is too long, with fewer decimals, or
+    else in thousands, millions, and so on."""
     texts = [f"{value:{spec}}"]
     for decimals in (3, 2, 1, 0):
         texts.append(f"{value:.{decimals}f}")
@@ -197,9 +197,11 @@ def is_untrained(metrics: dict[str, float]) -> bool:
 def open_logger(
     job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True
 ) -> Logger:
-    """The logger of a run, with config.json written if the run is new; a resume is recorded.
+    """The logger of a run, and all that is recorded or printed when it begins.
 
-    args: of the script. record: False for an evaluation.
+    That is config.json of a new run, the event of a resumed one, micro-batches that were made
+    smaller, a warning if the disk is too small; curves are drawn at the end. args: of the script.
+    record: False for an evaluation, which has none of these.
     """
     is_main = job.world.is_main
     config = flat(args)

@@ -20,7 +20,7 @@ from common.progress import say
 from common.torch_repair import transformers
 from common.types import Prompt, Tool, is_continued
 
-# TinyZero's templates, stored inside one user message
+# A single user message with one of these is a whole prompt, rendered already, as TinyZero's are.
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")
 # roles whose words are not those of the data set's author
 NOT_OURS = ("user", "tool", "observation")
@@ -37,7 +37,8 @@ def bare_text(prompt: Prompt) -> str:
 
 
 def clean_prompt(prompt: Prompt) -> Prompt:
-    """Messages as a chat template wants them; the text of a single message that is rendered."""
+    """Messages as a chat template wants them; or the text of a single message, if that is a prompt
+    which was rendered already (RENDERED_MARKS)."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1 and prompt[0]["role"] == "user":

@@ -31,8 +31,11 @@ MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, wo
 
 
 def built_in(module: str, name: str, *imports: str) -> RewardFunction:
-    """The scorer `name` of common.rewards.MODULE, of (response, ground truth), with verl's
-    signature. It is imported by its first call; imports: what that call then imports."""
+    """A function with verl's signature that calls `name`(response, ground truth) of
+    common.rewards.MODULE.
+
+    Its first call imports the module. imports: what that call imports besides.
+    """
     module = f"common.rewards.{module}"
 
     def reward(data_source, solution_str, ground_truth, extra_info=None) -> dict:
@@ -165,6 +168,8 @@ class RewardWorkers(Pool):
 
         super().__init__("a reward worker did not start", new_worker, workers)
         self.own_function = bool(function_spec)
+        # `Pool` has started one worker, with the default. It has loaded the function and knows its
+        # deadline: that is set in this worker at the end, and by `new_worker` in all later ones.
         (first,) = self.workers
         self.timeout_s = first.facts["timeout_s"] or timeout_s
         self.is_async = first.facts["is_async"]
@@ -210,6 +215,7 @@ class RewardWorkers(Pool):
     def score_batch(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
         """`score` of calls that run concurrently. If one of them blocks the others or ends the
         process, each is repeated alone, so that only its own response fails."""
+        # to the worker a whole batch is one job (see `Scorer`)
         (reply,) = self.run([(self.timeout_s, jobs)], "responses")
         if "results" in reply:
             return reply["results"]
@@ -229,7 +235,7 @@ class RewardWorkers(Pool):
         for label, text in texts.items():
             extra_info = row.extra_info | {"last_turn": text, "trajectory": text}
             (reply,) = self.score([(row.data_source, text, row.ground_truth, extra_info)])
-            if "error" not in reply or "score" in reply:
+            if "score" in reply:
                 return
             failures += f"\n  with {label}: {reply['error']}"
         raise ValueError(

@@ -15,7 +15,7 @@ from common.pictures import Media, PixelLimits
 from common.torch_repair import transformers
 from common.types import Episode
 
-# whose values differ in shape
+# columns that are stored as JSON, since their values differ in shape from row to row
 AS_JSON = ("rewards", "terms", "calls", "media", "messages", "turn_rewards")
 
 
@@ -31,9 +31,9 @@ def dump_rollouts(
 ) -> Path:
     """Write folder/step_NNNNNN.parquet: all episodes of all ranks. Returns its path.
 
-    advantages: of the `trained` ones; null in the file for the others. micro_batch_tokens: of the
-    update, whose last bits depend on them. Each rank's pictures are written before it, to
-    step_NNNNNN.media_RANK.parquet: {hash, bytes}.
+    advantages: one for each of `trained`; for other episodes the file has null.
+    micro_batch_tokens: those of the update, whose last bits depend on them. Before this file each
+    rank writes its pictures to step_NNNNNN.media_RANK.parquet: {hash, bytes}.
     """
     path = folder / f"step_{step:06d}.parquet"
     advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
@@ -100,14 +100,15 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
-    """Its rows, at least one; of `columns` those that it has, or all. SystemExit for a file that is
-    no dump."""
+    """The rows of a dump, at least one, with those of `columns` that it has (None: with all).
+
+    SystemExit for a file that is no dump.
+    """
     if not path.is_file():
         raise SystemExit(f"--replay {path}: no such file")
     try:
         rows = pq.ParquetFile(path).read(columns).to_pylist()
-        for name in ("step", "ranks"):  # which other tables do not have
-            rows[0][name]
+        _ = rows[0]["step"], rows[0]["ranks"]  # LookupError: no rows, or another program's table
     except (LookupError, OSError, pa.ArrowInvalid) as error:
         raise SystemExit(
             f"--replay {path}: holds no episodes of --dump-rollouts-every ({error!s:.200})"
@@ -128,8 +129,10 @@ def replayed_micro_batch_tokens(path: Path | None) -> int | None:
 def load_rollouts(
     path: Path, step: int, world: World, limits: PixelLimits, reward_model: str | None = None
 ) -> tuple[list[Episode], list[Episode]]:
-    """(all episodes of this rank, those that were trained on) of a dump of `step` by as many
-    ranks."""
+    """(all episodes of this rank, those of them that were trained on), read from a dump.
+
+    SystemExit unless the dump is of `step`, and of as many ranks as there are now.
+    """
     rows = read_dump(path)
     dump_step = rows[0]["step"]
     dump_ranks = rows[0]["ranks"]

@@ -302,6 +302,7 @@ def to_arrow(values: list) -> pa.Array:
     """An array that parquet can hold: of the values, or of their JSON."""
     try:
         array = pa.array(values)
+        # Arrow has types that parquet lacks: to open a writer for one raises
         schema = pa.schema([("column", array.type)])
         pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
         return array

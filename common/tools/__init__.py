@@ -4,9 +4,9 @@ A tool is a plain function. It returns text (numbers, booleans, dicts and lists 
 (text, images), or (text, images, info): images as PIL or encoded, info a dict that describes what
 happened. In info "frames" says that the images are frames of a video, and a false "acted" that the
 call earns no --tool-bonus. The policy reads an exception, a timeout, a crash or a lack of memory as
-an error, since it wrote the call. A function (or `Tool`) with the attribute `trusted` declares that
-these are not the policy's fault: they cost the sample. A parameter named `context` receives the
-pictures so far; keyword-only parameters are for the row.
+an error, since it wrote the call. If the function (or `Tool`) has a true attribute `trusted`, a
+timeout, a crash or a lack of memory is not the policy's fault, and the sample is lost. A parameter
+named `context` receives the pictures so far; keyword-only parameters are for the row.
 """
 
 import inspect

@@ -140,13 +140,14 @@ class LiveEnvironments:
         key = transcript.trajectory
         if job.method == RESET:
             return {"text": self.reset(transcript), "images": [], "info": {}}
+        # None if the object has died with its process; another number if it has missed a call
         if self.num_calls.get(key) != len(transcript.calls):
             problem = self.rebuild(transcript)
             if problem:
                 self.end(key)
                 return {"text": problem, "failed": True}
         if job.method == CLOSE:
-            return self.final_reward(key)
+            return self.close_with_reward(key)
         return self.step(job.method, job.arguments, transcript)
 
     def reset(self, transcript: Transcript) -> str:
@@ -185,7 +186,7 @@ class LiveEnvironments:
                 return different
         return ""
 
-    def final_reward(self, key: int) -> dict:
+    def close_with_reward(self, key: int) -> dict:
         """Its reward as fields of a reply; the environment is closed."""
         try:
             reward = first_attribute(self.environments[key], "reward", "get_reward")
