@@ -113,7 +113,7 @@ def test_a_picture_that_cannot_be_read_is_told_to_the_policy(vision, workers):
         0, 0, the_row.prompt_ids, [5, tokenizer.eos_token_id], [1, 1], [-0.5, -0.5], "stop", turns=1
     )
     trajectory = Trajectory(0, episode, the_row, turns.protocol, max_tokens=4000, seed="")
-    assert turns.observe(trajectory, Call("forged", {}), ToolReply("see", [b"no picture"]))
+    assert turns.append_reply(trajectory, Call("forged", {}), ToolReply("see", [b"no picture"]))
     assert "unreadable image" in tokenizer.decode(episode.response_ids) and not episode.media
     assert episode.calls[0]["error"] and "see" not in tokenizer.decode(episode.response_ids)
 

@@ -8,6 +8,7 @@ from math import inf
 
 from common.data.protocols import Call, Code, Protocol, error_text
 from common.flags import Rollout
+from common.pictures import Media
 from common.processes import cpus_of_rank
 from common.progress import Progress
 from common.rollout.observations import Observations
@@ -68,10 +69,11 @@ class Turns:
         self.workers = workers
         self.vision = vision
         self.flags = flags or Rollout()
-        # programs between tags, beside the model's own protocol
-        self.code: Code | None = None
+        # Programs between tags, for rows whose prompt teaches them although the model has a
+        # protocol of its own. None if there is no such choice.
+        self.taught_protocol: Code | None = None
         if protocol and workers.protocol is Code:
-            self.code = Code(tokenizer)
+            self.taught_protocol = Code(tokenizer)
         self.protocol = protocol or workers.protocol(tokenizer)
         # Each turn waits for the slowest trajectory. The engine's batches, and with them the last
         # bits of its log-probs, are then repeatable, and ranks that share an engine submit alike.
@@ -89,29 +91,27 @@ class Turns:
             roles.add("user")
         for role in roles:
             self.observations.check_role(role)
-        self.program_role = "user"
-        if self.code and self.observations.can_show("tool"):
-            self.program_role = "tool"
+        self.code_reply_role = "user"
+        if self.taught_protocol and self.observations.can_show("tool"):
+            self.code_reply_role = "tool"
 
     def protocol_of(self, row: Row) -> Protocol:
-        """Programs between tags if the prompt teaches them."""
-        if not self.code:
+        """The protocol of a row's trajectory: that of its prompt if the prompt teaches one."""
+        if not self.taught_protocol:
             return self.protocol
         prompt = row.prompt
         if not isinstance(prompt, str):
             prompt = "\n".join(message["content"] for message in prompt)
         for name in row.tools:
             if self.workers.tools[name].is_taught(prompt):
-                return self.code
+                return self.taught_protocol
         return self.protocol
 
     # --- before the first step ---
 
     def try_out(self, rows: Iterable[Row]) -> bool:
-        """Open and close the environment of the first row that has one: does it return a reward?
-
-        ValueError if that fails, or if the function of --environment does.
-        """
+        """Try the function or the environment of --environment on a row. Returns whether the
+        environment gives a reward. ValueError if the trial fails."""
         if self.has_function:
             for row in islice(rows, MAX_TRIED_ROWS):
                 if row.answer_kwargs is not None:
@@ -163,7 +163,8 @@ class Turns:
     ) -> None:
         """Fill the episodes that have no finish_reason yet, turn after turn.
 
-        submit: requests the next turn of episodes[key] from the engine. seed: of environments.
+        submit: requests the next turn of episodes[key] from the engine. seed: of the step;
+        environments and tools get it with the place of the episode.
         """
         trajectories: dict[int, Trajectory] = {}
         for key, episode in enumerate(episodes):
@@ -191,31 +192,38 @@ class Turns:
                 with watch("engine"):
                     for key, (completion,) in engine.step():
                         completions[key] = completion
-            if not (self.lockstep and engine.busy):
+            turns_may_go_on = not (self.lockstep and engine.busy)
+            if turns_may_go_on:
                 for key in sorted(completions):
                     self.take_turn(trajectories[key], completions.pop(key))
                     go_on(trajectories[key])
             with watch("tools"):
-                # nothing else to do: wait for a tool
-                patience_s = 0.0 if engine.busy or replies else 1.0
-                for key, reply in self.workers.poll(patience_s):
-                    reply.opened = self.threads.submit(self.observations.open_pictures, reply)
-                    replies[key] = reply
-                if not engine.busy:
-                    # not for long: the reply of another tool may come first
-                    wait([reply.opened for reply in replies.values()], 0.01, FIRST_COMPLETED)
-            if not (self.lockstep and (engine.busy or self.workers.pending)):
+                self._poll_tools(engine.busy, replies)
+            everything_is_idle = not engine.busy and not self.workers.pending
+            replies_may_go_on = everything_is_idle or not self.lockstep
+            if replies_may_go_on:
                 for key in sorted(replies):
                     if self.lockstep or replies[key].opened.done():
                         self.take_reply(trajectories[key], replies.pop(key))
                         go_on(trajectories[key])
 
+    def _poll_tools(self, engine_busy: bool, replies: dict[int, ToolReply]) -> None:
+        """Add the replies that have come to `replies`, and begin to decode their pictures."""
+        # wait for a tool only if nothing else is left to do
+        timeout_s = 0.0 if engine_busy or replies else 1.0
+        for key, reply in self.workers.poll(timeout_s):
+            reply.opened = self.threads.submit(self.observations.open_pictures, reply)
+            replies[key] = reply
+        if not engine_busy:
+            # not for long: the reply of another tool may come first
+            wait([reply.opened for reply in replies.values()], 0.01, FIRST_COMPLETED)
+
     def take_turn(self, trajectory: Trajectory, completion: Completion) -> None:
         """Append a turn of the policy, and find the call in it."""
         trajectory.episode.add_turn(completion, trajectory.max_tokens)
-        trajectory.call = self.next_call(trajectory, completion.token_ids)
+        trajectory.call = self.read_turn(trajectory, completion.token_ids)
         if trajectory.call is None:
-            self.end(trajectory)
+            self.close_or_end(trajectory)
 
     def take_reply(self, trajectory: Trajectory, reply: ToolReply) -> None:
         """Append what came of the call that the trajectory waited for."""
@@ -227,12 +235,13 @@ class Turns:
         elif call is OPENING:
             self.open_environment(trajectory, reply)
             if trajectory.episode.finish_reason:
-                self.end(trajectory)
-        elif not self.observe(trajectory, call, reply):
-            self.end(trajectory)
+                self.close_or_end(trajectory)
+        elif not self.append_reply(trajectory, call, reply):
+            self.close_or_end(trajectory)
 
-    def end(self, trajectory: Trajectory) -> None:
-        """No turn follows. An environment is closed first: that yields its reward."""
+    def close_or_end(self, trajectory: Trajectory) -> None:
+        """End the trajectory; if it has an environment, close that first, which yields its
+        reward."""
         if trajectory.row.environment is not None:
             trajectory.call = CLOSING
         else:
@@ -240,12 +249,13 @@ class Turns:
 
     # --- calls ---
 
-    def next_call(self, trajectory: Trajectory, last_turn: list[int]) -> Call | None:
-        """The call that the last turn ends in, or ANSWERING. None if the trajectory ends here."""
+    def read_turn(self, trajectory: Trajectory, last_turn: list[int]) -> Call | None:
+        """Append the last turn to the messages; return the call that it ends in, or ANSWERING. None
+        if the trajectory ends here; `finish_reason` says why."""
         episode = trajectory.episode
         row = trajectory.row
-        has_function = row.answer_kwargs is not None
-        if episode.finish_reason != "stop" or not (row.tools or has_function):
+        is_answered = row.answer_kwargs is not None
+        if episode.finish_reason != "stop" or not (row.tools or is_answered):
             return None
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
@@ -254,7 +264,7 @@ class Turns:
             protocol = trajectory.protocol
             call = protocol.find_call(protocol.read(last_turn))
         if call is None:
-            return ANSWERING if has_function else None
+            return ANSWERING if is_answered else None
         if episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
             return None
@@ -267,14 +277,17 @@ class Turns:
         if call is ANSWERING:
             self._ask_function(trajectory.key, row, trajectory.episode.messages)
             return
+        if call is OPENING or call is CLOSING:
+            self._ask_environment(trajectory)
+            return
         tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
-        if call is OPENING or call is CLOSING or (tool and tool.stateful):
+        if tool and tool.stateful:
             self._ask_environment(trajectory)
         else:
             self._ask_tool(trajectory, tool)
 
     def _ask_function(self, key: int, row: Row, replies: list[dict]) -> None:
-        """With the conversation so far: the prompt, then `replies`."""
+        """Let the function answer the prompt and the `replies` to it."""
         prompt = row.prompt
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -284,7 +297,8 @@ class Turns:
         self.workers.submit_job(key, ANSWERING.name, FunctionJob(messages, ground_truth, kwargs))
 
     def _ask_environment(self, trajectory: Trajectory) -> None:
-        """With its earlier calls: an environment whose process has died is rebuilt from them."""
+        """Submit the call with the earlier ones: if the environment's process has died, they are
+        repeated in a new one."""
         key = trajectory.key
         call = trajectory.call
         episode = trajectory.episode
@@ -303,7 +317,7 @@ class Turns:
         self.workers.submit_job(key, call.name, job, home=key)
 
     def _ask_tool(self, trajectory: Trajectory, tool: Tool | None) -> None:
-        """With the pictures so far and the earlier calls."""
+        """Submit the call with the pictures so far and the earlier calls."""
         call = trajectory.call
         row = trajectory.row
         episode = trajectory.episode
@@ -345,10 +359,10 @@ class Turns:
 
     def fail(self, episode: Episode, call: Call, reason: str) -> None:
         """The trajectory ends, and not through the policy's fault."""
-        self.record(episode, call, ToolReply(reason, failed=True))
+        self.add_call(episode, call, ToolReply(reason, failed=True))
         episode.finish_reason = "tool_failed"
 
-    def record(self, episode: Episode, call: Call, reply: ToolReply) -> None:
+    def add_call(self, episode: Episode, call: Call, reply: ToolReply) -> None:
         record = {
             "turn": episode.turns - 1,
             "name": call.name,
@@ -356,26 +370,19 @@ class Turns:
             "text": reply.text,
             "error": reply.error or reply.failed,
             "info": reply.info,
-            "media": 0,
+            "media": 0,  # pictures appended to the response; `append_reply` sets it when they are
         }
         episode.calls.append(record)
 
-    def observe(self, trajectory: Trajectory, call: Call, reply: ToolReply) -> bool:
-        """Append the reply to a tool's call, or the function's answer. False if the trajectory ends
-        instead."""
+    def append_reply(self, trajectory: Trajectory, call: Call, reply: ToolReply) -> bool:
+        """Append a tool's reply, or the function's, to the trajectory. Returns whether the
+        trajectory goes on."""
         episode = trajectory.episode
-        if self.code and call is not ANSWERING and trajectory.protocol is not self.code:
-            reply = replace(reply, role=self.program_role)
-        try:
-            if reply.opened:
-                media = reply.opened.result()
-            else:
-                media = self.observations.open_pictures(reply)
-        except ValueError as error:
-            # `call_tool` sends no such picture, but a tool may have written its reply by itself
-            text = error_text(f"{call.name}: {error}", reply.role)
-            reply = ToolReply(text, error=True, info=reply.info, role=reply.role)
-            media = []
+        # a program that came as a native call: answer in a role that the template shows
+        is_native = trajectory.protocol is not self.taught_protocol
+        if self.taught_protocol and call is not ANSWERING and is_native:
+            reply = replace(reply, role=self.code_reply_role)
+        reply, media = self._open_pictures(call, reply)
         if reply.failed:
             self.fail(episode, call, reply.text)
             return False
@@ -386,7 +393,7 @@ class Turns:
             if reply.info["ends"]:
                 return False
         else:
-            self.record(episode, call, reply)
+            self.add_call(episode, call, reply)
         ids = self.observations.ids(
             [reply.text, *media], reply.role, len(episode.media), trajectory.protocol
         )
@@ -405,6 +412,17 @@ class Turns:
         if call is not ANSWERING:
             episode.calls[-1]["media"] = len(media)
         return True
+
+    def _open_pictures(self, call: Call, reply: ToolReply) -> tuple[ToolReply, list[Media]]:
+        """The reply and its pictures; an error without pictures if one cannot be read."""
+        try:
+            if reply.opened:
+                return reply, reply.opened.result()
+            return reply, self.observations.open_pictures(reply)
+        except ValueError as error:
+            # `call_tool` sends no such picture, but a tool may have written its reply by itself
+            text = error_text(f"{call.name}: {error}", reply.role)
+            return ToolReply(text, error=True, info=reply.info, role=reply.role), []
 
     def _limit_reached(
         self, trajectory: Trajectory, call: Call, reply: ToolReply, num_media: int, num_tokens: int
