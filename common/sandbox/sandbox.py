@@ -137,14 +137,14 @@ class Sandbox:
                     stderr=subprocess.PIPE,  # bubblewrap's message if it cannot start
                     start_new_session=True,
                 )
-        self.expect(State.STARTING, self.start_s)
+        self.enter(State.STARTING, self.start_s)
 
     def hang_up(self) -> None:
         """Let it end. Without namespaces it first ends what programs have started."""
         if self.control.fileno() >= 0:
             self.unlink()
             self.control.close()
-            self.expect(State.ENDING, 0 if self.confined else CLEAN_S)
+            self.enter(State.ENDING, 0 if self.confined else CLEAN_S)
 
     def stop(self, hold_s: float | None = None) -> str:
         """Let it end, or kill it; returns its stderr. Waits until that is done, or for `hold_s`."""
@@ -160,13 +160,13 @@ class Sandbox:
             os.set_blocking(self.process.stderr.fileno(), False)
             stderr = (self.process.stderr.read() or b"").decode(errors="replace").strip()
             self.process.stderr.close()
-            self.expect(State.STOPPED)
+            self.enter(State.STOPPED)
         if hold_s is None:
             for ending in self.endings:
                 ending.join()
         return stderr
 
-    def expect(self, state: State, timeout_s: float = inf) -> None:
+    def enter(self, state: State, timeout_s: float = inf) -> None:
         self.state = state
         self.deadline = time.monotonic() + timeout_s
 
@@ -189,7 +189,8 @@ class Sandbox:
     def busy(self) -> bool:
         return self.block is not None
 
-    def ready(self) -> bool:
+    def make_ready(self) -> bool:
+        """Start the process if there is none; whether it can take a block now."""
         if self.state == State.STOPPED:
             self.start()
         return self.state == State.IDLE and not self.busy
@@ -216,7 +217,7 @@ class Sandbox:
         self.link = Link(end, MAX_JSON + MAX_BYTES)
         with child_end, contextlib.suppress(OSError):
             socket.send_fds(self.control, [b"new"], [child_end.fileno()])
-        self.expect(State.CLEANING, CLEAN_S)
+        self.enter(State.CLEANING, CLEAN_S)
 
     def order(self, order: bytes) -> None:
         """Send an order to the server. If that has just died, `poll` sees the end of its socket."""
@@ -249,7 +250,7 @@ class Sandbox:
         self.link.send(data)
         self.losses = 0
         self.messages_before = 2 * len(earlier) + 1
-        self.expect(State.REPEATING, self.timeout_s * (1 + len(earlier)))
+        self.enter(State.REPEATING, self.timeout_s * (1 + len(earlier)))
 
     # --- what comes of it ---
 
@@ -298,7 +299,7 @@ class Sandbox:
             # the sandbox before this one was lost on what an earlier trajectory had left
             self.begin(self.block, anew=True)
         else:
-            self.expect(State.IDLE)
+            self.enter(State.IDLE)
         return None
 
     def on_message(self, message: bytes) -> ToolReply | None:
@@ -311,7 +312,7 @@ class Sandbox:
                 return None
             if message != BEGUN:
                 return self.end(NO_REPLY)
-            self.expect(State.RUNNING, self.timeout_s)
+            self.enter(State.RUNNING, self.timeout_s)
             return None
         reply = parse_reply(message)
         if reply is None:
@@ -319,7 +320,7 @@ class Sandbox:
         self.trajectory = self.block.trajectory
         self.num_blocks = len(self.block.earlier) + 1
         self.order(b"stop")
-        self.expect(State.IDLE)
+        self.enter(State.IDLE)
         return reply
 
     def on_timeout(self) -> ToolReply | None:
@@ -336,7 +337,7 @@ class Sandbox:
         before_programs = self.state == State.REPEATING and not self.block.earlier
         self.unlink()
         self.order(b"kill")
-        self.expect(State.ENDING, CLEAN_S)
+        self.enter(State.ENDING, CLEAN_S)
         if before_programs:
             error = (
                 f"{reason}, before a program has run: can the row's pictures and videos be read?"

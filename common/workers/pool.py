@@ -52,7 +52,7 @@ class Pool:
         self.homes: dict[Hashable, Worker] = {}
         self.works = False  # has any worker started?
         self.workers = [self.new_worker()]
-        while not self.workers[0].ready():
+        while not self.workers[0].make_ready():
             self._collect(inf)
         self.works = True
         at_end.callback(self.close)
@@ -121,7 +121,7 @@ class Pool:
         free = self.at_once - sum(worker.busy for worker in self.workers)
         for worker in self.workers:
             queue = worker.queue or self.queue
-            if queue and free > 0 and worker.ready():
+            if queue and free > 0 and worker.make_ready():
                 worker.take(*queue.popleft())
                 free -= 1
         # workers that are not busy start, or wait because `at_once` are: they get the next jobs

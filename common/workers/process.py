@@ -1,5 +1,5 @@
-"""One process in which a user's function runs: a hang, a crash or a memory hog costs its job, and
-not the step.
+"""A process for a user's function: if that hangs, crashes or takes too much memory, its job fails,
+and the step goes on.
 
 A worker is a new Python, since the trainer, with CUDA and threads, must not fork. It imports one
 module (under multiprocessing it would import the running script, and torch with it), and has a
@@ -42,7 +42,7 @@ BOOT = (
 START_S = 120
 DEATH_S = 1  # until a keeper has exited with the code of its worker
 KILL_S = 10  # until a keeper has ended all that descends from it
-# how long the rest of a message is waited for: this long, and longer the more of it has come
+# seconds to wait for the rest of a message: PATIENCE_S + bytes that have come / BYTES_PER_S
 PATIENCE_S = 0.1
 BYTES_PER_S = 1e8
 MAX_REPLY = 2**28  # bytes
@@ -82,19 +82,20 @@ class Link:
         """The next message; None if it is not complete. ConnectionError at the end of the socket,
         ValueError if the message is too large.
 
-        A message that is arriving is waited for, however large, since the trainer may be busy for
-        long afterwards; one that arrives byte by byte is not.
+        Waits for the rest of a message that is arriving, however large, since the trainer may not
+        ask again for long; not for one that comes slower than BYTES_PER_S.
         """
         while True:
-            size = int.from_bytes(self.inbox[:SIZE_BYTES], "big")
-            end = SIZE_BYTES + size
-            if len(self.inbox) >= SIZE_BYTES and size > self.limit:
-                raise ValueError(f"it has {size} bytes, the limit is {self.limit}")
-            if len(self.inbox) >= end:
-                message = bytes(self.inbox[SIZE_BYTES:end])
-                del self.inbox[:end]
-                self.waited_s = 0.0
-                return message
+            if len(self.inbox) >= SIZE_BYTES:
+                size = int.from_bytes(self.inbox[:SIZE_BYTES], "big")
+                if size > self.limit:
+                    raise ValueError(f"it has {size} bytes, the limit is {self.limit}")
+                end = SIZE_BYTES + size
+                if len(self.inbox) >= end:
+                    message = bytes(self.inbox[SIZE_BYTES:end])
+                    del self.inbox[:end]
+                    self.waited_s = 0.0
+                    return message
             try:
                 piece = self.socket.recv(2**18, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -106,7 +107,7 @@ class Link:
             self.inbox += piece
 
     def _rest_arrives(self) -> bool:
-        """Wait for more of a message whose first bytes have come: has any come in time?"""
+        """Wait for the rest of a message that has begun; whether more of it came in time."""
         patience_s = PATIENCE_S + len(self.inbox) / BYTES_PER_S - self.waited_s
         if not self.inbox or patience_s <= 0:
             return False
@@ -166,9 +167,9 @@ class Worker:
                 start_new_session=True,  # Ctrl-C is for the trainer
             )
         self.link = Link(end, MAX_REPLY)
-        self.expect(self.STARTING, timeout_s=START_S)
+        self.enter(self.STARTING, timeout_s=START_S)
 
-    def expect(self, state: str, key: Hashable = None, timeout_s: float = inf) -> None:
+    def enter(self, state: str, key: Hashable = None, timeout_s: float = inf) -> None:
         self.state = state
         self.key = key
         self.deadline = time.monotonic() + timeout_s
@@ -182,9 +183,9 @@ class Worker:
         """They become readable when there is something for `poll`."""
         return [self.link.socket]
 
-    def ready(self) -> bool:
-        """Can it take a job? A thread or an alarm that an earlier job has left may have ended the
-        process."""
+    def make_ready(self) -> bool:
+        """Start the process if there is none, or if it died while it was idle (a job may have left
+        a thread or an alarm). Whether it can take a job now."""
         if self.state == self.IDLE and wait(self.sources, 0):
             self.kill()
         if self.state == self.STOPPED:
@@ -192,7 +193,7 @@ class Worker:
         return self.state == self.IDLE
 
     def take(self, key: Hashable, job: Any) -> None:
-        self.expect(self.BUSY, key, self.timeout_s)
+        self.enter(self.BUSY, key, self.timeout_s)
         self.link.send(pickle.dumps(job))
 
     def poll(self) -> dict | None:
@@ -200,35 +201,38 @@ class Worker:
         does not start."""
         try:
             message = self.link.receive()
-            reply = json.loads(message or "{}")
+            reply = None if message is None else json.loads(message)
         except ConnectionError:
             return self._fail(f"the worker died ({self._exit_reason()})")
         except ValueError as error:
             return self._fail(f"its reply cannot be read: {error}")
         if message is None:
-            if time.monotonic() < self.deadline:
-                return None
-            if self.state == self.STARTING:
-                return self._fail(
-                    f"its import did not end within {START_S:g} s (what stands at the top of a "
-                    "file runs in it)"
-                )
-            return self._fail(f"timeout after {self.timeout_s:g} s")
+            return self._check_deadline()
         error = reply.get("error", "")
         if self.state == self.STARTING:
             if error:
                 return self._fail(error)
             self.facts = reply["result"]
-            self.expect(self.IDLE)
+            self.enter(self.IDLE)
             return None
         if error.startswith("MemoryError"):  # the process may still hold that memory
             return self._fail(error)
-        self.expect(self.IDLE)
+        self.enter(self.IDLE)
         return reply.get("result", reply)
 
+    def _check_deadline(self) -> dict | None:
+        """None while there is time; after the deadline as `_fail`."""
+        if time.monotonic() < self.deadline:
+            return None
+        if self.state == self.STARTING:
+            return self._fail(
+                f"its import did not end within {START_S:g} s (what stands at the top of a "
+                "file runs in it)"
+            )
+        return self._fail(f"timeout after {self.timeout_s:g} s")
+
     def _fail(self, error: str) -> dict:
-        """Kill the process; another one is started for the next job. ValueError if it has not
-        started."""
+        """Kill the process; the reply for its job. ValueError if it was still starting."""
         was_starting = self.state == self.STARTING
         self.kill()
         if was_starting:
@@ -247,8 +251,8 @@ class Worker:
         return f"exit code {code}"
 
     def kill(self) -> None:
-        """End the process and all that it has started, without waiting for that."""
-        self.expect(self.STOPPED)
+        """Make the keeper end the worker and all that it has started; does not wait."""
+        self.enter(self.STOPPED)
         self.link.close()
         self.process.terminate()
         self.process.send_signal(signal.SIGCONT)  # a function may have stopped it
@@ -256,13 +260,12 @@ class Worker:
         self.killed.append(self.process)
 
     def hang_up(self) -> None:
-        """Let it end. If it is idle, its handler is closed first, within `close_s`."""
+        """Close the link: an idle worker then closes its handler and exits. It has `close_s`."""
         self.link.close()
         self.deadline = time.monotonic() + self.close_s
 
     def stop(self) -> None:
-        """After `hang_up`: kill it at its deadline, and wait until it is gone with all that it has
-        started."""
+        """Wait for the end after `hang_up`, and kill at the deadline; returns when all are gone."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, self.deadline - time.monotonic()))
         self.kill()
@@ -300,15 +303,14 @@ def keep(worker: int) -> NoReturn:
     """Wait for the worker's end, or for SIGTERM. End all that descends from it, and exit with its
     code, or with 128 + its signal, like a shell."""
     terminated = False
-    while not terminated and not has_ended(worker):
+    while not terminated and not worker_has_ended(worker):
         terminated = signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM
     code = os.waitstatus_to_exitcode(end_descendants(worker))
     os._exit(code if code >= 0 else 128 - code)
 
 
-def has_ended(worker: int) -> bool:
-    """Has the worker ended? It is left to be waited for; other children that have ended, which were
-    adopted, are reaped."""
+def worker_has_ended(worker: int) -> bool:
+    """Reap adopted children that have ended, but not the worker. Whether that has ended, too."""
     while status := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if status.si_pid == worker:
             return True
@@ -328,23 +330,24 @@ def work(fd: str, memory_gib: str, module: str, make_handler: str, spec: str) ->
     def load() -> dict:
         nonlocal handle
         handle = getattr(importlib.import_module(module), make_handler)(spec)
-        limit(float(memory_gib))
+        limit_memory(float(memory_gib))
         return getattr(handle, "facts", {})
 
-    # the trainer is gone, or the function has closed the socket
-    with suppress(EOFError, OSError, pickle.UnpicklingError), link, link.makefile("rb") as jobs:
-        link.sendall(message_of(load))
-        while True:
-            reply = message_of(handle, pickle.load(jobs))
-            if os.getpid() != pid:  # the function has forked, and its child came back too
-                os._exit(0)
-            link.sendall(reply)
+    # suppressed: the trainer is gone, or the function has closed the socket
+    with suppress(EOFError, OSError, pickle.UnpicklingError):
+        with link, link.makefile("rb") as jobs:
+            link.sendall(run_to_message(load))
+            while True:
+                reply = run_to_message(handle, pickle.load(jobs))
+                if os.getpid() != pid:  # a child that the function forked has returned from it
+                    os._exit(0)
+                link.sendall(reply)
     if hasattr(handle, "close"):
         handle.close()
 
 
-def message_of(function: Callable[..., dict], *arguments: Any) -> bytes:
-    """{"result": what the function returns}, or {"error": reason}, as a message for `Link`."""
+def run_to_message(function: Callable[..., dict], *arguments: Any) -> bytes:
+    """Call the function; {"result": what it returns} or {"error": reason}, as a `Link` message."""
     try:
         text = json.dumps({"result": function(*arguments)}, ensure_ascii=False)
     except BaseException as error:
@@ -353,8 +356,8 @@ def message_of(function: Callable[..., dict], *arguments: Any) -> bytes:
     return len(data).to_bytes(SIZE_BYTES, "big") + data
 
 
-def limit(memory_gib: float) -> None:
-    """Limit the address space to that much more than now (0: no limit)."""
+def limit_memory(memory_gib: float) -> None:
+    """Let the address space grow by at most `memory_gib` from now on; 0: no limit."""
     if not memory_gib:
         return
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
