@@ -33,6 +33,7 @@ from common.command_line import (
 )
 from common.ending import one_rank_prints
 from common.foreign_flags import refuse_foreign_flags
+from common.printing import guard_output
 from common.processes import ranks_here
 from common.progress import say
 
@@ -249,6 +250,8 @@ def parse(
     """
     is_demo = "--model" not in typed_flags()
     wants_help = bool(typed_flags() & {"--help", "-h", "--help-all"})
+    if wants_help:
+        guard_output()  # a reader such as `head` may be gone before the end
     default = demo if is_demo and not wants_help else args_class()
     with one_rank_prints():
         if sys.flags.optimize > 1:
@@ -287,6 +290,7 @@ def call_program(function: Callable[..., Result], module: str, doc: str) -> Resu
     """function(...) with the command line of `python -m MODULE`. Its --help begins with the
     docstring as it stands: tyro would fold commands into a paragraph."""
     if typed_flags() & {"--help", "-h"}:
+        guard_output()
         print(f"{doc.strip()}\n")
     return tyro.cli(function, args=expanded_arguments(), prog=f"python -m {module}", description="")
 

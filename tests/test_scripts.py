@@ -5,6 +5,7 @@ import ast
 import inspect
 import re
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -134,6 +135,16 @@ def test_help_shows_every_flag_and_its_text(script):
         assert len(shown) == 1, f"{flag(name)} stands {len(shown)} times in the help"
         assert text in shown[0]
     assert ast.get_docstring(parsed(source(script))).partition("\n")[0] in output
+
+
+@pytest.mark.parametrize(
+    "command", ["grpo.py --help", "grpo.py --help-all", "-m common.look --help"]
+)
+def test_help_may_be_read_in_part(command):
+    """`| head` closes the pipe before the end."""
+    command = ["bash", "-c", f"{sys.executable} {command} | head -1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert len(done.stdout.splitlines()) == 1 and done.stderr == ""
 
 
 def start(script: str, arguments: list[str], monkeypatch) -> list:
