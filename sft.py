@@ -31,7 +31,7 @@ from common.assets.build.embedded import embedded_data
 from common.checkpoint import Checkpoints
 from common.command_line import refuse_idle, typed_flags
 from common.data.conversations import Conversations
-from common.data.prompts import steps_of
+from common.data.order import steps_of
 from common.data.render import end_turns_properly
 from common.distributed import World, forward_context
 from common.export import export_hugging_face

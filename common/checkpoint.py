@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from common.data.prompts import PromptLoader
+from common.data.order import RowOrder
 from common.distributed import World, gather_objects
 from common.ending import reached
 from common.files import DAMAGE, replace_file, shorten, user_errors
@@ -57,7 +57,7 @@ class Checkpoints:
         run_dir: Path,
         world: World,
         optimizers: dict[str, GuardedAdamW],
-        loader: PromptLoader | None,
+        loader: RowOrder | None,
         *,
         save_every: int | str,
         keep: int,

@@ -20,7 +20,7 @@ from torch import nn
 
 from common.attention import choose_attention
 from common.command_line import refuse_idle
-from common.data.prompts import PromptLoader
+from common.data.order import RowOrder
 from common.distributed import (
     World,
     broadcast_object,
@@ -170,10 +170,10 @@ class Job:
         self.micro_batch_tokens = plan.micro_batch_tokens
         self.engine_memory = plan.engine_memory
 
-    def open_loader(self, num_rows: int, fingerprint: str) -> PromptLoader:
+    def open_loader(self, num_rows: int, fingerprint: str) -> RowOrder:
         """The order of the rows, from where the checkpoint has left it. SystemExit if that is of
         other data."""
-        loader = PromptLoader(num_rows, self.run.seed, fingerprint)
+        loader = RowOrder(num_rows, self.run.seed, fingerprint)
         if self.checkpoint:
             loader.load_state_dict(read_position(self.checkpoint))
         return loader

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from common import ending, shards
 from common.checkpoint import Checkpoints
-from common.data.prompts import PromptLoader
+from common.data.order import RowOrder
 from common.distributed import broadcast_object, gather_objects
 from common.job import lock_everywhere
 from common.optimizer import GuardedAdamW, make_moments
@@ -395,7 +395,7 @@ def test_a_run_goes_on_where_its_checkpoint_is(tmp_path, world):
     saved = trained(1) | {"critic": trained(2)["policy"]}
     state = {"best": 0.25, "loader": LOADER, "loss_scale": {"policy": SCALE, "critic": OTHER}}
     assert save_checkpoint(tmp_path, 7, saved, world, state=state)
-    loader = PromptLoader(20, seed=0)
+    loader = RowOrder(20, seed=0)
     now = checkpoints(tmp_path, world, names=("policy", "critic"), loader=loader)
     assert now.resume() == now.start == 7 and now.resumes_own
     assert now.best == 0.25 and loader.consumed == 9
@@ -546,24 +546,24 @@ def test_a_kill_between_the_names_of_a_save_loses_no_best(tmp_path, world, monke
 
 def test_a_clock_that_steps_back_costs_no_checkpoint(tmp_path, world):
     """Age is a time of the file system: what `latest` names is the newest, whatever that says."""
-    now = checkpoints(tmp_path, world, loader=PromptLoader(20, seed=0))
+    now = checkpoints(tmp_path, world, loader=RowOrder(20, seed=0))
     now.save(10, None)
     later = time.time() + 3600
     os.utime(tmp_path / "checkpoints/step_000010", (later, later))
     now.save(20, None)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000020"]
-    assert checkpoints(tmp_path, world, loader=PromptLoader(20, seed=0)).resume() == 20
+    assert checkpoints(tmp_path, world, loader=RowOrder(20, seed=0)).resume() == 20
 
 
 def test_others_may_read_all_of_a_checkpoint_if_they_may_read_some(tmp_path, world):
-    checkpoints(tmp_path, world, loader=PromptLoader(20, seed=0)).save(1, None)
+    checkpoints(tmp_path, world, loader=RowOrder(20, seed=0)).save(1, None)
     files = [path for path in (tmp_path / "checkpoints/step_000001").rglob("*") if path.is_file()]
     assert len(files) == 3 and len({path.stat().st_mode & 0o044 for path in files}) == 1
 
 
 def test_what_is_saved_and_what_is_left_out(tmp_path, world):
     """Without a loader, as with --eval-only, its position is neither saved nor loaded."""
-    loader = PromptLoader(20, seed=0)
+    loader = RowOrder(20, seed=0)
     loader.next(13)
     now = checkpoints(tmp_path, world, loader=loader)
     now.optimizers["policy"].loss_scale.good_steps = 2
@@ -583,7 +583,7 @@ def test_what_is_saved_and_what_is_left_out(tmp_path, world):
 
 def test_an_epoch_is_saved_where_it_ends(tmp_path, world):
     """20 rows, 8 a step; after a resume the epochs that ended before it are known."""
-    loader = PromptLoader(20, seed=0)
+    loader = RowOrder(20, seed=0)
     now = checkpoints(tmp_path, world, loader=loader)
     now.save_every = "epoch"
     ends = []
@@ -593,7 +593,7 @@ def test_an_epoch_is_saved_where_it_ends(tmp_path, world):
             ends.append(step)
             assert now.save(step, None)
     assert ends == [3, 5]
-    again = checkpoints(tmp_path, world, loader=PromptLoader(20, seed=0))
+    again = checkpoints(tmp_path, world, loader=RowOrder(20, seed=0))
     again.save_every = "epoch"
     assert again.resume() == 5 and not again.due(5, None)
     again.loader.next(20)

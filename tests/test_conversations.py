@@ -913,7 +913,7 @@ def test_the_first_rank_of_a_machine_looks_for_the_others(tmp_path, tokenizer, m
         data = Conversations(
             str(tmp_path / "a.jsonl"), "--train-data", tokenizer, max_tokens=50, world=world
         )
-        costs.append((data.positions.tolist(), data.costs.tolist()))
+        costs.append((data.usable.tolist(), data.costs.tolist()))
     assert looks == [0] and costs[0] == costs[1] and len(costs[0][0]) == 2
 
 

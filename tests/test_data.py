@@ -35,7 +35,8 @@ from vl import LLAMA2, build_sentencepiece
 
 import common.data.rows as rows_module
 import sft
-from common.data.prompts import PromptData, PromptLoader, steps_of
+from common.data.order import RowOrder, steps_of
+from common.data.prompts import PromptData
 from common.data.render import end_token_ids
 from common.data.rows import RowFiles, read_file
 from common.data.scan import Fingerprint, Lengths, shared_ends
@@ -296,7 +297,7 @@ def test_one_rank_of_a_machine_looks_for_all(tmp_path, tokenizer, monkeypatch, r
     for rank in range(4):
         world = World(rank, 4, rank % 2, torch.device("cpu"))
         with pytest.raises(ValueError, match=problem) if problem else nullcontext():
-            found[rank] = load(path, tokenizer, world=world).positions.tolist()
+            found[rank] = load(path, tokenizer, world=world).usable.tolist()
     assert looks == reads == [0, 2] and (problem or list(found.values()) == [[0, 1, 2]] * 4)
 
 
@@ -929,7 +930,7 @@ def test_real_questions(tmp_path, tokenizer):
     lengths = [len(data[i].prompt_ids) for i in range(len(data))]
     limit = sorted(lengths)[1300]
     kept = load(path, tokenizer, max_prompt_tokens=limit, bad_rows="drop")
-    assert kept.positions.tolist() == [i for i, n in enumerate(lengths) if n <= limit], (
+    assert kept.usable.tolist() == [i for i, n in enumerate(lengths) if n <= limit], (
         "same as tokenising them all"
     )
 
@@ -940,7 +941,7 @@ def steps(loader, n, per_step=4):
 
 @pytest.mark.parametrize("num_rows, per_step", [(10, 5), (10, 4), (3, 7), (1, 2), (7, 7)])
 def test_every_epoch_is_a_permutation(num_rows, per_step):
-    order = list(chain.from_iterable(steps(PromptLoader(num_rows, seed=1), 30, per_step)))
+    order = list(chain.from_iterable(steps(RowOrder(num_rows, seed=1), 30, per_step)))
     assert len(order) == 30 * per_step
     for start in range(0, len(order) - num_rows + 1, num_rows):
         assert sorted(order[start : start + num_rows]) == list(range(num_rows)), (
@@ -949,30 +950,30 @@ def test_every_epoch_is_a_permutation(num_rows, per_step):
 
 
 def test_order_depends_on_seed_and_epoch_only():
-    whole = PromptLoader(50, seed=3)
+    whole = RowOrder(50, seed=3)
     first, second = whole.next(50), whole.next(50)
-    assert first != second and first != PromptLoader(50, seed=4).next(50)
-    assert list(chain.from_iterable(steps(PromptLoader(50, seed=3), 5, 20))) == first + second
+    assert first != second and first != RowOrder(50, seed=4).next(50)
+    assert list(chain.from_iterable(steps(RowOrder(50, seed=3), 5, 20))) == first + second
     assert whole.epoch == 2.0
 
 
 def test_resume_continues_the_same_order():
     for stop in range(12):  # epoch boundaries fall within steps, and between them
-        uninterrupted = PromptLoader(10, seed=0)
+        uninterrupted = RowOrder(10, seed=0)
         steps(uninterrupted, stop)
         state = json.loads(json.dumps(uninterrupted.state_dict()))
-        resumed = PromptLoader(10, seed=0)
+        resumed = RowOrder(10, seed=0)
         resumed.load_state_dict(state)
         assert resumed.epoch == uninterrupted.epoch == stop * 4 / 10
         assert steps(resumed, 8) == steps(uninterrupted, 8)
 
 
 def test_resume_on_other_data_is_refused():
-    state = PromptLoader(10, seed=0).state_dict()
+    state = RowOrder(10, seed=0).state_dict()
     with pytest.raises(SystemExit, match="num_rows of the training data was 10, now it is 11"):
-        PromptLoader(11, seed=0).load_state_dict(state)
+        RowOrder(11, seed=0).load_state_dict(state)
     with pytest.raises(SystemExit, match="seed of the training data was 0, now it is 1"):
-        PromptLoader(10, seed=1).load_state_dict(state)
+        RowOrder(10, seed=1).load_state_dict(state)
 
 
 def test_resume_on_other_rows_of_the_same_number_is_refused(tmp_path, tokenizer):
@@ -988,12 +989,12 @@ def test_resume_on_other_rows_of_the_same_number_is_refused(tmp_path, tokenizer)
         for i, part in enumerate([rows, rows, *others])
     ]
     assert first == same and len({first, *other}) == 5
-    state = json.loads(json.dumps(PromptLoader(2, 0, first).state_dict()))
-    PromptLoader(2, 0, same).load_state_dict(state)
+    state = json.loads(json.dumps(RowOrder(2, 0, first).state_dict()))
+    RowOrder(2, 0, same).load_state_dict(state)
     with pytest.raises(
         SystemExit, match=rf"has other rows than before \(fingerprint {first}, now {other[0]}\)"
     ):
-        PromptLoader(2, 0, other[0]).load_state_dict(state)
+        RowOrder(2, 0, other[0]).load_state_dict(state)
 
 
 def test_a_picture_is_a_part_of_its_row():
@@ -1014,11 +1015,11 @@ def test_an_epoch_trains_its_last_rows(epochs, rows, batch, steps):
 def test_ranks_share_the_prompts_of_a_step():
     """Each is drawn once, and named by its place in the step, whatever the ranks; a refill goes on
     counting."""
-    order, drawn = PromptLoader(10, seed=0).next(9), {}
+    order, drawn = RowOrder(10, seed=0).next(9), {}
     for rank in range(2):
         world = World(rank, 2, rank, torch.device("cpu"))
         source = SimpleNamespace(
-            loader=PromptLoader(10, seed=0), train_data=range(100, 110), world=world
+            loader=RowOrder(10, seed=0), train_data=range(100, 110), world=world
         )
         first, refill = Rollouts.draw(source, 5), Rollouts.draw(source, 4, first=5)
         assert len(first) + len(refill) in (4, 5) and not drawn.keys() & (
@@ -1042,7 +1043,7 @@ def test_a_step_larger_than_the_data_is_told(rows, warnings, capsys):
 
 def test_a_loader_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least 1 row"):
-        PromptLoader(0, seed=0)
+        RowOrder(0, seed=0)
 
 
 @pytest.mark.parametrize("name", [None, "tiny"])

@@ -105,7 +105,7 @@ def test_machines_agree_on_a_picture_that_none_can_read(
                 vision=vision,
                 max_prompt_tokens=400,
                 **options,
-            ).positions.tolist()
+            ).usable.tolist()
     assert found == ({0: [0], 1: [0]} if reason == "as it is" else {})
     assert ("0x" in capsys.readouterr().out) == (reason != "as it is")
 
@@ -562,9 +562,9 @@ def test_rows_that_ask_in_vain_are_told_at_the_start(tmp_path, vision, capsys):
     load(tmp_path, vision, rows)
     assert not ignored_request(rows[1], {}, "all"), "a function answers it"
     assert capsys.readouterr().out.splitlines() == [
-        "warning: --train-data: 2 rows ask in vain for something: "
+        "warning: --train-data: 2 rows ask for what is not there: "
         "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given",
-        "warning: --train-data: 1 rows ask in vain for something: "
+        "warning: --train-data: 1 rows ask for what is not there: "
         "extra_info.interaction_kwargs: no function is given as --environment",
     ]
 

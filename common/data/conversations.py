@@ -1,7 +1,7 @@
 """Supervised data as token ids, masks and pictures; common/data/formats.py reads the rows.
 
-Trained on are the assistant's words and the token that ends its turn; never headers, other roles,
-pictures or padding.
+Only the assistant's words and the token that ends its turn are trained on: never headers, other
+roles, pictures or padding.
 """
 
 import gc
@@ -42,10 +42,10 @@ from common.torch_repair import transformers
 from common.types import Episode
 from common.vision import Vision
 
-# turns of the assistant: the template renders the conversation up to each, which is quadratic
+# turns of the assistant: to find one, the template renders all before it, in quadratic time
 MAX_TURNS = 500
 MAX_NOTED_KEYS = 10  # keys of messages that are not read
-LONG = 2**20  # characters: a longer conversation is tokenised at the start, to see that it can be
+LONG = 2**20  # characters: of longer texts the scan tries whether the tokenizer can take them
 
 
 def read_turns(
@@ -81,9 +81,10 @@ def read_turns(
                 f"more than {MAX_TURNS} turns of the assistant: split it, or lower --max-tokens"
             )
         full = text if i == indices[-1] else template(messages[: i + 1])
-        rewritten = not full.startswith(header) or start < end
-        end = end_of_turn_from(start, full, tokenizer)
-        if rewritten or not text.startswith(full[:end]):
+        previous_end = end
+        end = end_of_last_turn(start, full, tokenizer)
+        grows = full.startswith(header) and start >= previous_end and text.startswith(full[:end])
+        if not grows:
             raise BadRow(
                 "the chat template rewrites earlier turns: masks cannot be derived turn by turn"
             )
@@ -91,10 +92,10 @@ def read_turns(
     return text[:end], turns
 
 
-def end_of_turn_from(start: int, text: str, tokenizer) -> int:
-    """Where the last turn of a text, which begins at `start`, ends: behind its end token.
+def end_of_last_turn(start: int, text: str, tokenizer) -> int:
+    """The place behind the end token of a text's last turn, which begins at `start`.
 
-    A turn without one ends with the text.
+    Without an end token the turn ends with the text.
     """
     end_token = tokenizer.eos_token
     tail = after_last_turn(tokenizer)
@@ -105,39 +106,38 @@ def end_of_turn_from(start: int, text: str, tokenizer) -> int:
     return place + len(end_token) if place >= start else len(text)
 
 
-def tokens_of(
-    text: str, stretches: list[tuple[int, int]], tokenizer
-) -> tuple[list[int], list[int]]:
-    """The ids of a text, and its mask: 1 for tokens that have a character of one of the stretches.
+def ids_and_mask(text: str, spans: list[tuple[int, int]], tokenizer) -> tuple[list[int], list[int]]:
+    """The ids of a text, and its mask: 1 for a token with a character in one of the spans.
 
-    stretches: (start, end) in characters. The text is tokenised whole: parts would have other ids
+    spans: (start, end) in characters. The text is tokenised whole: parts would have other ids
     where the tokenizer puts a space in front.
     """
     if not tokenizer.is_fast:
-        return tokens_without_offsets(text, stretches, tokenizer)
+        return ids_and_mask_without_offsets(text, spans, tokenizer)
     ids, offsets = offsets_of(text, tokenizer)
     starts, ends = offsets.T
     mask = np.zeros(len(ids), dtype=np.int64)
-    for start, end in stretches:
+    for start, end in spans:
         first = np.searchsorted(ends, start, side="right")
-        last = np.searchsorted(starts, end, side="left")
-        mask[first:last] = 1
+        stop = np.searchsorted(starts, end, side="left")
+        mask[first:stop] = 1
     return ids, mask.tolist()
 
 
-def tokens_without_offsets(
-    text: str, stretches: list[tuple[int, int]], tokenizer
+def ids_and_mask_without_offsets(
+    text: str, spans: list[tuple[int, int]], tokenizer
 ) -> tuple[list[int], list[int]]:
-    """`tokens_of` for a tokenizer that gives no offsets.
+    """`ids_and_mask` for a tokenizer that gives no offsets.
 
-    The tokens before a character are those that the text before it shares with the whole text.
+    A span begins at the first token that differs between the whole text and the text before the
+    span.
     """
     ids = encode(tokenizer, text)
     mask = [0] * len(ids)
-    for start, end in stretches:
+    for start, end in spans:
         first = num_shared(ids, encode(tokenizer, text[:start]))
-        last = num_shared(ids, encode(tokenizer, text[:end]))
-        mask[first:last] = [1] * (last - first)
+        stop = num_shared(ids, encode(tokenizer, text[:end]))
+        mask[first:stop] = [1] * (stop - first)
     return ids, mask
 
 
@@ -162,21 +162,19 @@ def conversation_episode(
     The tokens before the first trained one are the prompt. BadRow if none is trained.
     """
     text, turns = read_turns(conversation.messages, tokenizer, max_tokens)
-    stretches = [stretch for i, stretch in turns.items() if conversation.train[i]]
-    ids, mask = tokens_of(text, stretches, tokenizer)
-    end = max_tokens
+    spans = [span for i, span in turns.items() if conversation.train[i]]
+    ids, mask = ids_and_mask(text, spans, tokenizer)
+    cut = max_tokens
     if vision:
         placeholders = vision.placeholders.values()
         num_media = sum(token in placeholders for token in ids)
         media = media[:num_media]  # the others are of later turns
         ids, mask = expand_pictures(ids, mask, media, vision)
         places = vision.places(ids, media)
-        for place, m in zip(places, media):
-            if place + m.num_tokens > max_tokens:
-                end = min(end, place)
-        media = [m for place, m in zip(places, media) if place + m.num_tokens <= end]
-    ids = ids[:end]
-    mask = mask[:end]
+        cut = cut_place(places, media, max_tokens)
+        media = [m for place, m in zip(places, media) if place < cut]
+    ids = ids[:cut]
+    mask = mask[:cut]
     if 1 not in mask:
         raise BadRow(f"nothing to learn in its first {max_tokens} tokens")
     prompt_length = mask.index(1)
@@ -190,6 +188,14 @@ def conversation_episode(
         finish_reason="stop",
         media=media,
     )
+
+
+def cut_place(places: list[int], media: list[Media], max_tokens: int) -> int:
+    """Where to cut: at `max_tokens`, or before the first picture that goes beyond it."""
+    for place, m in zip(places, media):
+        if place + m.num_tokens > max_tokens:
+            return min(place, max_tokens)
+    return max_tokens
 
 
 def expand_pictures(
@@ -235,24 +241,25 @@ class Conversations:
         self.vision = vision
         self.media_root = media_root
         self.known_tokens = KnownTokens(tokenizer, num_embeddings)
-        # both render the template: only rows with tools need them
-        self.native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
-        self.system = partial(default_system, tokenizer)
+        # called for rows with tools alone: they render the template
+        self.is_native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
+        self.system_text = partial(default_system, tokenizer)
         self.placeholders: list[str] = []
         if vision:
             self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()])
-        self.spaced = spacing(tokenizer, self.placeholders)
+        self.space_control_tokens = spacing(tokenizer, self.placeholders)
         self.files = RowFiles(
             paths, flag, max_rows, once=partial(once_per_machine, world, alike=False)
         )
         report = once_per_machine(world, self._scan)
         self.files.refuse(report.bad_rows, "unusable rows", bad_rows == "drop")
-        if not report.costs:
+        usable = list(report.costs)  # the scan costs every row that is not bad
+        if not usable:
             raise ValueError(f"{flag}: no usable row in {paths}")
         for note, count in report.notes.items():
             say(f"{flag}: {count} rows {note}")
         self.fingerprint = report.fingerprint
-        self.positions = np.array(list(report.costs), dtype=np.int64)
+        self.usable = np.array(usable, dtype=np.int64)  # the index of each usable row in the files
         self.costs = np.array(list(report.costs.values()))
 
     def _scan(self) -> ScanReport:
@@ -266,9 +273,9 @@ class Conversations:
             progress.add()
             fingerprint.add(record)
             try:
-                conversation, spelled = self._read(record)
+                conversation, has_control_tokens = self._read(record)
                 picture_tokens = self._picture_tokens(i, conversation)
-                self._check(conversation, picture_tokens)
+                self._check_rendering(conversation, picture_tokens)
             except BadRow as error:
                 report.bad_rows[i] = str(error)
                 continue
@@ -278,11 +285,13 @@ class Conversations:
             report.costs[i] = sum(picture_tokens) + num_characters / 4
             if conversation.last_two_turns:
                 note = (
-                    "are Pixel Reasoner's: trained on are their last two turns, unless `train` is "
-                    "true"
+                    "are Pixel Reasoner's: only their last two turns are trained on, unless "
+                    "`train` is true"
                 )
                 report.notes[note] += 1
-            report.note_misreadings("".join(texts), picture_tokens, spelled, self.tokenizer)
+            report.note_misreadings(
+                "".join(texts), picture_tokens, has_control_tokens, self.tokenizer
+            )
         for key, count in unread.most_common(MAX_NOTED_KEYS):
             shown_key = shorten(repr(key), 80)
             report.notes[f"have messages with the key {shown_key}, which is not read"] = count
@@ -292,11 +301,11 @@ class Conversations:
         return report
 
     def _read(self, record: dict | str) -> tuple[Conversation, bool]:
-        """A row as a conversation, and whether it spells a control token. BadRow."""
+        """A row as a conversation, and whether it spells a control token. BadRow if unusable."""
         if isinstance(record, str):
             raise BadRow(record)
         try:
-            conversation = read_conversation(record, self.native, self.system)
+            conversation = read_conversation(record, self.is_native, self.system_text)
         except (AttributeError, LookupError, RecursionError, TypeError) as error:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
@@ -304,10 +313,9 @@ class Conversations:
         for placeholder in self.placeholders:
             if any(placeholder in text_of(message) for message in conversation.messages):
                 raise BadRow(
-                    f"spells {placeholder}, which stands for a picture: <image> and <video> are "
-                    "its marks"
+                    f"spells {placeholder}, which stands for a picture: write <image> or <video>"
                 )
-        messages = as_text(conversation.messages, self.spaced)
+        messages = as_text(conversation.messages, self.space_control_tokens)
         return replace(conversation, messages=messages), messages != conversation.messages
 
     def _picture_tokens(self, index: int, conversation: Conversation) -> list[int]:
@@ -324,17 +332,17 @@ class Conversations:
             for picture in conversation.pictures
         ]
 
-    def _check(self, conversation: Conversation, picture_tokens: list[int]) -> None:
+    def _check_rendering(self, conversation: Conversation, picture_tokens: list[int]) -> None:
         """BadRow if the template loses a message, or the cut leaves nothing to learn."""
         messages = conversation.messages
         try:
             rendered = self._render(messages)
             text, turns = read_turns(messages, self.tokenizer, self.max_tokens)
-            rendered.encode()
-        except BadRow:
+            rendered.encode()  # a ValueError for half a surrogate pair
+        except BadRow:  # a ValueError, too
             raise
         except (TemplateError, TypeError, ValueError) as error:
-            # half a surrogate pair, a tool call without a name
+            # a tool call without a name
             raise BadRow(f"cannot be rendered: {error}") from error
         self._check_tool_calls(messages, rendered)
         flat = without_spaces(rendered)
@@ -390,11 +398,11 @@ class Conversations:
             )
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return len(self.usable)
 
     def episode(self, n: int) -> Episode | None:
         """Row n as an episode; None, after a warning, if its pictures cannot be read now."""
-        i = int(self.positions[n])
+        i = int(self.usable[n])
         try:
             conversation, _ = self._read(self.files.row(i))
             media = self._media(i, conversation)
@@ -424,7 +432,7 @@ def check_thoughts(messages: list[dict], flat: str) -> None:
 
 def check_texts(messages: list[dict], flat: str) -> None:
     """BadRow if the template leaves out a message's text. flat: the text without white space."""
-    place = 0  # in their order: the text of a message may also be part of another one
+    place = 0  # searched in order: a message's text may also be part of an earlier one
     for message in messages:
         if num_pictures(message):
             continue

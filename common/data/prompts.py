@@ -1,11 +1,10 @@
-"""Data sets in verl's format (parquet or jsonl) as tokenised prompts, and their seeded order."""
+"""Data sets in verl's format (parquet or jsonl) as tokenised prompts."""
 
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -46,18 +45,19 @@ class Prepared:
     prompt: Prompt  # cleaned
     messages: Prompt  # for the template: with tools, typed parts, and control tokens as text
     pictures: list[Picture]
-    tools: dict[str, dict]  # on offer: name -> the row's keyword arguments
-    spelled: bool  # whether a message spelled a control token
+    kwargs_of_tool: dict[str, dict]  # tools on offer: name -> the row's keyword arguments
+    has_control_tokens: bool  # whether a message spelled one
 
 
 class PromptData:
-    """Rows of one or several files, kept in Arrow; indexing makes a `Row` with its token ids.
+    """The rows of one or several files, kept in Arrow; data[i] is usable row i, tokenised.
 
-    Files and rows that cannot be used raise a ValueError here, at start-up, with file, row, reason
-    and the flag that helps. `max_rows` limits the concatenated files before anything is dropped.
-    With --eval-only or a class as --environment a row may lack its truth: then it is sampled, and
-    not scored. `plays` says that --environment is such a class. With a `world` all ranks call this,
-    and the first rank of each machine scans the rows for the others.
+    The constructor looks at every row. It raises a ValueError for files and rows that cannot be
+    used, with file, row, reason and the flag that helps.
+
+    max_rows: of the concatenated files, before any is dropped. plays: --environment is a class;
+    then, and with --eval-only, a row without its truth is sampled, and not scored. world: all ranks
+    call this, and the first rank of each machine scans for the others.
     """
 
     def __init__(
@@ -81,12 +81,8 @@ class PromptData:
         self.max_prompt_tokens = rollout.max_prompt_tokens
         self.max_images = rollout.max_images
         self.media_root = data.media_root
-        self.plays = plays
+        self.has_game = plays
         self.needs_truth = not (rollout.eval_only or plays)
-        # which rows a function answers: all, or only their own if any row has arguments for it
-        self.answered = "none"
-        if rollout.environment and not plays:
-            self.answered = "own"
         self.files = RowFiles(
             files,
             flag,
@@ -100,10 +96,15 @@ class PromptData:
             ),
             once=partial(once_per_machine, world, alike=False),
         )
+        # which rows a function answers: those with arguments for it, or all if none has any
+        self.answered = "none"
+        if rollout.environment and not plays:
+            any_has_arguments = once_per_machine(world, self._any_row_has_arguments)
+            self.answered = "own" if any_has_arguments else "all"
         self.placeholders: list[str] = []
         if vision:
             self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()])
-        self.spaced = spacing(tokenizer, self.placeholders)
+        self.space_control_tokens = spacing(tokenizer, self.placeholders)
         self.known_tokens = KnownTokens(tokenizer, num_embeddings)
         self.lengths = Lengths(tokenizer)
 
@@ -112,12 +113,10 @@ class PromptData:
         usable = [index for index in report.kept if index not in report.too_long]
         if not usable:
             raise ValueError(f"{flag}: no usable row in {', '.join(map(str, self.files.paths))}")
-        self.positions = np.array(usable, dtype=np.int64)
+        self.usable = np.array(usable, dtype=np.int64)  # the Row.index of each usable row
         self.sources = report.sources
         self.fingerprint = report.fingerprint
         self.uses_template = report.num_templated > 0
-        if report.all_answered:
-            self.answered = "all"
         self._print_notes(report)
 
     def _refuse(self, report: ScanReport, drop: bool) -> None:
@@ -129,20 +128,17 @@ class PromptData:
         flag = self.files.flag
         for note, count in report.notes.items():
             say(f"{flag}: {count} prompts {note}")
-        if report.all_answered:
+        if self.answered == "all":
             say(
                 f"{flag}: no row has extra_info.interaction_kwargs: all are answered by "
                 "--environment"
             )
         for request, count in report.ignored_requests.items():
-            say(f"warning: {flag}: {count} rows ask in vain for something: {request}")
+            say(f"warning: {flag}: {count} rows ask for what is not there: {request}")
 
     def _scan(self) -> ScanReport:
         """Look at every row once, without tokenising every text."""
         report = ScanReport()
-        if self.answered == "own" and self._no_row_has_arguments():
-            report.all_answered = True
-            self.answered = "all"
         # millions of short-lived rows would make the collector visit all of torch, over and over
         gc.freeze()
         progress = self.files.progress()
@@ -152,43 +148,44 @@ class PromptData:
             # those that are read, and those that show that a row is of another system
             columns = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)
         rows = enumerate(self.files.records(columns))
-        long_texts: dict[int, tuple[str, int]] = {}
+        maybe_too_long: dict[int, tuple[str, int]] = {}
         while records := dict(islice(rows, BATCH)):
             progress.add(len(records))
             for record in records.values():
                 fingerprint.add(record)
-            long_texts |= self._scan_batch(records, report)
-            if len(long_texts) >= BATCH:
-                report.too_long |= self.lengths.above(long_texts, self.max_prompt_tokens)
-                long_texts = {}
-        report.too_long |= self.lengths.above(long_texts, self.max_prompt_tokens)
+            maybe_too_long |= self._scan_batch(records, report)
+            if len(maybe_too_long) >= BATCH:
+                report.too_long |= self.lengths.above(maybe_too_long, self.max_prompt_tokens)
+                maybe_too_long = {}
+        report.too_long |= self.lengths.above(maybe_too_long, self.max_prompt_tokens)
         report.bad_rows = dict(sorted(report.bad_rows.items()))
         report.fingerprint = str(fingerprint)
         return report
 
-    def _no_row_has_arguments(self) -> bool:
-        """Whether --environment answers all rows, because none has arguments of its own for it."""
+    def _any_row_has_arguments(self) -> bool:
+        """Whether a row has arguments of its own for a function that answers."""
         for record in self.files.records(OPTIONAL):
             if isinstance(record, dict) and render.interaction_kwargs(record):
-                return False
-        return True
+                return True
+        return False
 
     def _scan_batch(
         self, records: dict[int, dict | str], report: ScanReport
     ) -> dict[int, tuple[str, int]]:
-        """Add rows to the report; return those that may be too long, as `Lengths.above` takes them.
+        """Add rows to the report. Returns the texts that may be too long, as `Lengths.above` takes
+        them.
 
-        records: row index -> row, or the reason why it is none.
+        records: row index -> row, or why it cannot be read.
         """
         prepared = self._prepare_batch(records, report.bad_rows)
         texts = self._render(prepared, report.bad_rows)
-        long_texts: dict[int, tuple[str, int]] = {}
+        maybe_too_long: dict[int, tuple[str, int]] = {}
         for index, text in texts.items():
             row = prepared[index]
             try:
                 self._check_whole(row.messages, text)
                 self.known_tokens.check(text)
-                num_tokens = self._picture_tokens(text, row.pictures, self.files.folder(index))
+                extra_tokens = self._picture_tokens(text, row.pictures, self.files.folder(index))
                 max_text_tokens = max_num_tokens(text)
             except UnicodeEncodeError as error:  # half a surrogate pair
                 report.bad_rows[index] = f"cannot be rendered: {error}"
@@ -197,12 +194,12 @@ class PromptData:
                 report.bad_rows[index] = str(error)
                 continue
             beginning = render.beginning_ids(self.tokenizer, row.messages)
-            num_tokens += len(beginning)
+            extra_tokens += len(beginning)
             self._add_to_report(report, index, records[index], row, beginning)
-            if max_text_tokens + num_tokens >= self.max_prompt_tokens:
-                # a placeholder for each picture is in the text already
-                long_texts[index] = (text, num_tokens - len(row.pictures))
-        return long_texts
+            if max_text_tokens + extra_tokens >= self.max_prompt_tokens:
+                # the text has one placeholder for each picture, which is counted there
+                maybe_too_long[index] = (text, extra_tokens - len(row.pictures))
+        return maybe_too_long
 
     def _prepare_batch(
         self, records: dict[int, dict | str], bad_rows: dict[int, str]
@@ -216,7 +213,8 @@ class PromptData:
                 continue
             try:
                 row = self._prepare(record)
-                read_tool_media(row.tools, self.media_root, size=0, beside=self.files.folder(index))
+                beside = self.files.folder(index)
+                read_tool_media(row.kwargs_of_tool, self.media_root, size=0, beside=beside)
                 if len(row.pictures) > self.max_images:
                     raise BadRow(
                         f"{len(row.pictures)} pictures are more than --max-images {self.max_images}"
@@ -252,7 +250,7 @@ class PromptData:
         if is_continued(row.messages):
             report.notes["end in a message of the assistant: the model goes on with it"] += 1
         report.note_misreadings(
-            render.bare_text(row.prompt), row.pictures, row.spelled, self.tokenizer
+            render.bare_text(row.prompt), row.pictures, row.has_control_tokens, self.tokenizer
         )
         request = render.ignored_request(record, self.tools, self.answered)
         if request:
@@ -275,32 +273,32 @@ class PromptData:
             raise BadRow("extra_info.interaction_kwargs is no object")
         kwargs_of_tool = render.row_tools(record, self.tools) if self.tools else {}
         tools = {name: self.tools[name] for name in kwargs_of_tool}
-        messages = prompt
+        spaced_prompt = prompt
         if not isinstance(prompt, str):
-            messages = render.as_text(prompt, self.spaced)
-        spelled = messages != prompt
-        messages = render.to_messages(messages, self.tokenizer, tools, pictures=bool(pictures))
-        return Prepared(prompt, messages, pictures, kwargs_of_tool, spelled)
+            spaced_prompt = render.as_text(prompt, self.space_control_tokens)
+        has_control_tokens = spaced_prompt != prompt
+        messages = render.to_messages(spaced_prompt, self.tokenizer, tools, pictures=bool(pictures))
+        return Prepared(prompt, messages, pictures, kwargs_of_tool, has_control_tokens)
 
     def _is_played(self, record: dict) -> bool:
-        """Whether an environment plays with the row."""
-        return self.plays and record.get("agent_name") != "single_turn_agent"
+        """Whether the --environment, a class, takes this row."""
+        return self.has_game and record.get("agent_name") != "single_turn_agent"
 
     def _render(self, prepared: dict[int, Prepared], bad_rows: dict[int, str]) -> dict[int, str]:
         """The texts of prompts; those that the template refuses go into `bad_rows`."""
         try:
             texts = render.apply_template([p.messages for p in prepared.values()], self.tokenizer)
-            return dict(zip(prepared, texts))
         except (TemplateError, TypeError, ValueError) as error:
             # a role that it refuses, a tool call without a name
             if len(prepared) == 1:
                 (index,) = prepared
                 bad_rows[index] = f"cannot be rendered: {error}"
                 return {}
-        rendered: dict[int, str] = {}
-        for index, row in prepared.items():
-            rendered |= self._render({index: row}, bad_rows)
-        return rendered
+            rendered: dict[int, str] = {}
+            for index, row in prepared.items():
+                rendered |= self._render({index: row}, bad_rows)
+            return rendered
+        return dict(zip(prepared, texts))
 
     def _check_whole(self, messages: Prompt, text: str) -> None:
         """BadRow if the template has left out a message."""
@@ -329,16 +327,16 @@ class PromptData:
         return num_tokens
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return len(self.usable)
 
     def record(self, index: int) -> dict:
-        """The row of that `Row.index` with all its columns, as it stands in the file."""
+        """The row with this `Row.index`: all its columns, as in the file."""
         return self.files.row(index)
 
     def __getitem__(self, i: int) -> Row:
         """Usable row i. If it cannot be read now, it has a `problem` and no prompt_ids."""
-        index = int(self.positions[i])
-        columns = None if self.plays else (*REQUIRED, *OPTIONAL)
+        index = int(self.usable[i])
+        columns = None if self.has_game else (*REQUIRED, *OPTIONAL)
         record = self.files.row(index, columns)
         prepared = self._prepare(record)
         ground_truth = truth_of(record)
@@ -353,7 +351,7 @@ class PromptData:
             messages=prepared.messages,
         )
         if self._is_played(record):
-            # without a ground truth: the environment may know it
+            # no truth in the row: the environment may know it
             row.ground_truth = "" if ground_truth is None else ground_truth
             row.environment = {name: render.without_nulls(x) for name, x in record.items()}
             row.environment["ground_truth"] = ground_truth
@@ -372,88 +370,21 @@ class PromptData:
         beginning = render.beginning_ids(self.tokenizer, prepared.messages)
         ids = beginning + render.encode(self.tokenizer, text)
         beside = self.files.folder(row.index)
-        row.tools = read_tool_media(prepared.tools, self.media_root, beside=beside)
+        row.tools = read_tool_media(prepared.kwargs_of_tool, self.media_root, beside=beside)
         row.media = [
             open_media(picture, self.media_root, self.vision.limits, beside=beside)
             for picture in prepared.pictures
         ]
         row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
         num_tokens = len(row.prompt_ids)
-        if num_tokens > self.max_prompt_tokens:  # `Lengths` counted less
+        if num_tokens > self.max_prompt_tokens:  # the scan's count was lower
             raise BadRow(f"{num_tokens} tokens, above --max-prompt-tokens {self.max_prompt_tokens}")
 
 
 def max_num_tokens(text: str) -> int:
-    """An upper bound of the tokens of a text, but for one that a leading space may add.
+    """An upper bound for a text's tokens, without one for a space that a tokenizer may prepend.
 
     A token has at least one byte, and NFC can triple the bytes of text that is not ASCII.
     UnicodeEncodeError for half a surrogate pair.
     """
     return len(text) if text.isascii() else 3 * len(text.encode())
-
-
-def steps_of(epochs: float, num_rows: int, rows_per_step: int) -> int:
-    """Steps for so many passes over the data; the last step may begin another pass."""
-    return max(1, ceil(round(epochs * num_rows / rows_per_step, 6)))
-
-
-class PromptLoader:
-    """Row positions for each step: a fresh permutation per epoch from (seed, epoch).
-
-    Its state is a count. fingerprint: of the rows.
-    """
-
-    def __init__(self, num_rows: int, seed: int, fingerprint: str = ""):
-        if num_rows < 1:
-            raise ValueError("need at least 1 row")
-        self.num_rows = num_rows
-        self.seed = seed
-        self.fingerprint = fingerprint
-        self.consumed = 0  # positions so far, over all epochs
-        self._order = np.empty(0, dtype=np.int64)  # the permutation of `_order_epoch`
-        self._order_epoch = -1
-
-    @property
-    def epoch(self) -> float:
-        return self.consumed / self.num_rows
-
-    def next(self, count: int) -> list[int]:
-        """The next `count` positions; at the end of an epoch the next permutation follows."""
-        positions: list[int] = []
-        while len(positions) < count:
-            epoch, start = divmod(self.consumed, self.num_rows)
-            if epoch != self._order_epoch:
-                generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-                self._order = generator.permutation(self.num_rows)
-                self._order_epoch = epoch
-            taken = self._order[start : start + count - len(positions)]
-            positions += taken.tolist()
-            self.consumed += len(taken)
-        return positions
-
-    def state_dict(self) -> dict[str, int | str]:
-        return {
-            "consumed": self.consumed,
-            "seed": self.seed,
-            "num_rows": self.num_rows,
-            "fingerprint": self.fingerprint,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """SystemExit if the saved position belongs to another data set or seed."""
-        anew = "or give another --output-dir or --resume never"
-        for name in ("num_rows", "seed"):
-            saved = state[name]
-            now = getattr(self, name)
-            if saved != now:
-                raise SystemExit(
-                    f"--resume: {name} of the training data was {saved}, now it is {now}; go on "
-                    f"with the same flags, {anew}"
-                )
-        saved = state["fingerprint"]
-        if saved != self.fingerprint:
-            raise SystemExit(
-                "--resume: the training data has other rows than before (fingerprint "
-                f"{saved}, now {self.fingerprint}); go on with the same files, {anew}"
-            )
-        self.consumed = state["consumed"]

@@ -31,22 +31,22 @@ class ScanReport:
     # the data_source of every usable row that is scored
     sources: set[str] = field(default_factory=set)
     notes: Counter[str] = field(default_factory=Counter)  # note for the user -> number of rows
-    # is every row answered by --environment, because none has arguments of its own for it?
-    all_answered: bool = False
     # what rows ask for without effect -> number of rows
     ignored_requests: Counter[str] = field(default_factory=Counter)
     num_templated: int = 0  # prompts that the chat template renders
     fingerprint: str = ""  # of all rows
 
-    def note_misreadings(self, text: str, pictures: list, spelled: bool, tokenizer) -> None:
+    def note_misreadings(
+        self, text: str, pictures: list, has_control_tokens: bool, tokenizer
+    ) -> None:
         """Note that a row is read differently from what its author may have meant.
 
-        spelled: whether a message of the row spells a control token.
+        has_control_tokens: whether a message of the row spells one.
         """
         if not pictures and any(mark in text for mark in MARKS):
             note = "have <image> or <video>, and no column images, image or videos: read as text"
             self.notes[note] += 1
-        if spelled:
+        if has_control_tokens:
             end = tokenizer.eos_token or "<|end|>"
             spaced_end = f"{end[0]} {end[1:]}"
             note = f"spell control tokens in a message: read as text ({end} as {spaced_end})"

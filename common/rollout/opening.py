@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from torch.distributed import ProcessGroup, new_subgroups
 
 from common.command_line import refuse_idle
-from common.data.prompts import PromptData, steps_of
+from common.data.order import steps_of
+from common.data.prompts import PromptData
 from common.data.render import end_token_ids, end_turns_properly
 from common.engine.protocol import Engine, EngineConfig
 from common.files import user_errors

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from common.data.prompts import PromptData, PromptLoader
+from common.data.order import RowOrder
+from common.data.prompts import PromptData
 from common.distributed import World, gather_objects
 from common.ending import sign_of_life
 from common.engine.protocol import Engine
@@ -43,7 +44,7 @@ class Rollouts:
     seed: int
     output_dir: Path
     train_data: PromptData | None  # None with --eval-only, as is the loader
-    loader: PromptLoader | None
+    loader: RowOrder | None
     eval_data: PromptData | None
     eval_rows: int  # how many rows of eval_data are used, at most
     engine: Engine | None  # None with --replay

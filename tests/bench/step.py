@@ -41,7 +41,7 @@ import tyro
 from limits import Work, machine_table, step_table
 from report import ROOT, gpu_bytes, header, table
 
-from common.data.prompts import PromptLoader
+from common.data.order import RowOrder
 from common.data.render import clean_prompt
 from common.hub import resolve_model
 from common.look.curves import read_metrics
@@ -143,7 +143,7 @@ def grpo_command(args: Args, data: Path, folder: Path, flags: str = "") -> list:
 def trl_command(args: Args, data: Path, folder: Path) -> list:
     records = pq.read_table(data).to_pylist()
     # as grpo.py --seed 0
-    order = PromptLoader(len(records), seed=0).next(args.steps * args.prompts)
+    order = RowOrder(len(records), seed=0).next(args.steps * args.prompts)
     rows = [
         (clean_prompt(records[i]["prompt"]), records[i]["reward_model"]["ground_truth"])
         for i in order

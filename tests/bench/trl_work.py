@@ -8,7 +8,7 @@ from pathlib import Path
 import report  # noqa: F401  (puts the repository on the import path)
 
 from common.assets.build import tiny
-from common.data.prompts import PromptLoader
+from common.data.order import RowOrder
 from common.data.render import apply_template, to_messages
 from common.hub import load_tokenizer, resolve_model
 from common.optimizer import lr_factor
@@ -52,7 +52,7 @@ def write_grpo(folder: Path, seed: int, processes: int) -> Path:
         return {"prompt": apply_template([messages], tokenizer)[0], "ground_truth": truth}
 
     held_out, training = tiny.rl_problems()
-    order = PromptLoader(len(training), seed).next(GRPO["steps"] * GRPO["prompts"])
+    order = RowOrder(len(training), seed).next(GRPO["steps"] * GRPO["prompts"])
     factors = [lr_factor(step, **GRPO_RATES) for step in range(GRPO["steps"])]
     work = GRPO | {
         "model": str(model),
@@ -72,7 +72,7 @@ def write_sft(folder: Path, seed: int, processes: int, rows: Path) -> Path:
         [as_trl(json.loads(line)) for line in (rows / f"{split}.jsonl").read_text().splitlines()]
         for split in ("train", "eval")
     )
-    order = PromptLoader(len(training), seed).next(SFT["steps"] * SFT["rows_of_a_step"])
+    order = RowOrder(len(training), seed).next(SFT["steps"] * SFT["rows_of_a_step"])
     factors = [lr_factor(step, **SFT_RATES) for step in range(SFT["steps"])]
     work = SFT | {
         "model": str(resolve_model(SFT["model"])),

@@ -14,7 +14,7 @@ from torch import nn
 
 from common import shards
 from common.checkpoint import Checkpoints
-from common.data.prompts import PromptLoader
+from common.data.order import RowOrder
 from common.distributed import World, gathered, init_world, make_mesh, wrap_model
 from common.flags import Machine
 from common.hub import FOLDERS
@@ -80,7 +80,7 @@ def main(_: None) -> None:
     torch.manual_seed(0 if start == "nothing" else 1)
     model = make(kind, world)
     adamw = GuardedAdamW(model, torch.float32, weight_decay=0.01, max_grad_norm=1.0)
-    loader = PromptLoader(20, seed=0)
+    loader = RowOrder(20, seed=0)
     found = find_checkpoint(Path(start), "auto", world)
     checkpoints = Checkpoints(
         Path(end),
