@@ -32,7 +32,7 @@ from common.flags import MAX_MICRO_BATCH_TOKENS, Machine, Rollout
 from common.hub import FOLDERS
 from common.memory.estimate import activation_bytes, phases_of
 from common.memory.halving import remembered_budget
-from common.memory.plan import GIB, MemoryPlan, memory_phases, memory_plan, no_rollout
+from common.memory.plan import GB_PER_GIB, MemoryPlan, memory_phases, memory_plan, no_rollout
 from common.memory.remedies import largest_micro_batch
 from common.memory.shape import ModelShape, TowerShape, model_shape
 from common.optimizer import move_states
@@ -677,7 +677,7 @@ def test_on_a_gpu_an_engine_that_sleeps_is_not_beside_the_update():
     asleep = gigabytes("1.5B", rollout=Rollout(sleep_level=1))
     awake = gigabytes("1.5B", rollout=Rollout(sleep_level=0))
     weights = 2 * SHAPES["1.5B"].parameters / 1e9
-    assert awake["update"] - asleep["update"] == pytest.approx(weights + 8 * GIB + 2.5 - 0.7)
+    assert awake["update"] - asleep["update"] == pytest.approx(weights + 8 * GB_PER_GIB + 2.5 - 0.7)
     assert awake["rollout"] == asleep["rollout"]
     hf = gigabytes("1.5B", rollout=Rollout(engine="hf"))
     assert hf["update"] == gigabytes("1.5B")["update"], "on the host"
@@ -852,7 +852,7 @@ def test_what_may_not_fit_on_a_cpu_is_named(folder):
     assert re.search(
         r"\nwarning: the update may not fit; it would with --micro-batch-tokens \d+$", text
     )
-    _, text = plan(folder, engine_memory=0.95 * 16 / GIB)
+    _, text = plan(folder, engine_memory=0.95 * 16 / GB_PER_GIB)
     assert re.search(
         r"\nwarning: the rollout and the update may not fit; it would with --engine-memory [\d.]+$",
         text,

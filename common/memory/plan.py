@@ -1,5 +1,5 @@
 """The memory plan of a run: what each phase of a step will need, before any weights are read, and
-the sizes that are chosen by it."""
+sizes chosen to fit."""
 
 import resource
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from common.memory.shape import ModelShape, count_parameters, model_shape
 from common.processes import ranks_here
 from common.torch_repair import transformers
 
-GIB = 2**30 / 1e9  # in GB
+GB_PER_GIB = 2**30 / 1e9
 
 
 def memory_phases(
@@ -68,83 +68,137 @@ def memory_plan(
     reward_model: str | None = None,
     most_tokens: int = MAX_MICRO_BATCH_TOKENS,
 ) -> MemoryPlan:
-    """`memory_phases` in words, and the cheapest change that fits if something may not. All ranks
-    call it together.
+    """What each phase needs, in words; sizes that no flag gives; and the cheapest change of flags
+    if something may not fit. All ranks call it together.
 
-    Sizes that no flag gives are chosen by the free memory of the tightest rank. The KV cache of an
-    engine that sleeps on a GPU takes what the rollout leaves of a share of it; a micro-batch, of at
-    most `most_tokens`, what the update leaves. If that does not even hold the longest episode, a
-    run on a CPU is refused, since the kernel would kill it without a message. trained, frozen,
-    reward_model: folders. SystemExit if no engine would fit.
+    The sizes fit into ROOM of the free memory of the tightest rank: the KV cache of an engine that
+    sleeps on a GPU fills up the rollout, a micro-batch of at most `most_tokens` the update. A CPU
+    run whose longest episode does not fit is refused: the kernel would kill it without a message.
+    trained, frozen, reward_model: folders. SystemExit if no engine would fit.
     """
     on_gpu = world.device.type == "cuda"
     free_gb = free_memory_gb(world)
     attention = choose_attention(machine.attention, world.device, machine.compile, dtype)
     machine = replace(machine, attention=attention)
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
-    models = [shapes[path] for path in trained]
-    references = [shapes[path] for path in frozen]
-    reward_parameters = classifier_parameters(reward_model) if reward_model else 0
+    run = _PlannedRun(
+        rollout,
+        machine,
+        world.size,
+        on_gpu,
+        dtype,
+        models=[shapes[path] for path in trained],
+        references=[shapes[path] for path in frozen],
+        reward_parameters=classifier_parameters(reward_model) if reward_model else 0,
+    )
 
-    def phases(rollout: Rollout, machine: Machine, ranks: int) -> dict[str, float]:
-        return phases_of(
-            rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters
-        )
-
+    room = ROOM * free_gb  # for sizes that the plan chooses
     chosen_flags = []
-    least_cache = least_cache_gib(models[0], rollout, dtype)
-    cache = cache_gib(rollout, on_gpu)
-    most_cache = cache
-    sleeps = on_gpu and rollout.sleep_level > 0 and not rollout.replay
-    chooses_cache = sleeps and rollout.engine_memory is None
-    if chooses_cache:
-        most_cache = max(least_cache, cache)
-        room = ROOM * free_gb
-        cache = fitting_cache(phases, rollout, machine, world.size, room, least_cache)
-        chosen_flags.append(f"--engine-memory {cache:g}")
-    with_cache = replace(rollout, engine_memory=cache)
-
+    cache_size_gib = cache_gib(rollout, on_gpu)
+    if run.chooses_cache:
+        cache_size_gib = fitting_cache(
+            run.phases, rollout, machine, world.size, room, run.least_cache_gib
+        )
+        chosen_flags.append(f"--engine-memory {cache_size_gib:g}")
+    with_cache = replace(rollout, engine_memory=cache_size_gib)
     tokens = machine.micro_batch_tokens or most_tokens
-    room = free_gb
-    chooses_tokens = machine.micro_batch_tokens is None and not rollout.eval_only
-    if chooses_tokens:
-        room = ROOM * free_gb
-        tokens = fitting_micro_batch(phases, with_cache, machine, world.size, room, most_tokens)
+    if run.chooses_tokens:
+        tokens = fitting_micro_batch(run.phases, with_cache, machine, world.size, room, most_tokens)
         chosen_flags.append(f"--micro-batch-tokens {tokens}")
 
-    gb = phases(with_cache, replace(machine, micro_batch_tokens=tokens), world.size)
+    gb = run.phases(with_cache, replace(machine, micro_batch_tokens=tokens), world.size)
     text = describe(gb, free_gb, rollout)
     if chosen_flags:
         text += f"; {' and '.join(chosen_flags)} chosen to fit into {ROOM:.0%} of what is free"
     check_cache(gb, free_gb)
-    too_large = [phase for phase in PHASES if gb[phase] > room]
+    limit = room if run.chooses_tokens else free_gb  # a user's own sizes may use all that is free
+    too_large = [phase for phase in PHASES if gb[phase] > limit]
     if not too_large:
-        return MemoryPlan(text, tokens, cache)
+        return MemoryPlan(text, tokens, cache_size_gib)
 
-    shares = engine_shares(models[0], rollout)
-    change = cheapest_change(
-        phases,
-        list(remedies(rollout, machine, world.size, on_gpu, gb["reference"] > 0, shares)),
-        rollout if chooses_cache else with_cache,
-        machine,
-        world.size,
-        room=room,
-        most_tokens=tokens,
-        most_cache_gib=most_cache,
-        least_cache_gib=least_cache,
-    )
-    advice = "nor would it with other flags: a smaller model, or --lora-rank"
-    if change:
-        advice = f"it would {change}"
+    advice = run.advice(gb["reference"] > 0, limit, tokens)
     phase_names = " and the ".join(too_large)
-    if on_gpu or not chooses_tokens:
+    if on_gpu or not run.chooses_tokens:
         text += f"\nwarning: the {phase_names} may not fit; {advice}"
-        return MemoryPlan(text, tokens, cache)
+        return MemoryPlan(text, tokens, cache_size_gib)
     refusal = f"the {phase_names} would not fit into {ROOM:.0%} of what is free"
-    if gb["update"] > room:
+    if gb["update"] > limit:
         refusal += f", even with one episode of {longest(rollout)} tokens at a time"
     refusal += f"; {advice}; --micro-batch-tokens {tokens} tries it all the same"
-    return MemoryPlan(text, tokens, cache, refusal)
+    return MemoryPlan(text, tokens, cache_size_gib, refusal)
+
+
+@dataclass(frozen=True)
+class _PlannedRun:
+    """The run that a plan is for, before sizes are chosen."""
+
+    rollout: Rollout
+    machine: Machine
+    ranks: int
+    on_gpu: bool
+    dtype: torch.dtype
+    models: list[ModelShape]  # trained ones, the policy first
+    references: list[ModelShape]
+    reward_parameters: int
+
+    def phases(self, rollout: Rollout, machine: Machine, ranks: int) -> dict[str, float]:
+        """`phases_of` with these flags in place of the run's."""
+        return phases_of(
+            rollout,
+            machine,
+            ranks,
+            self.dtype,
+            self.models,
+            self.references,
+            self.on_gpu,
+            self.reward_parameters,
+        )
+
+    @property
+    def chooses_cache(self) -> bool:
+        """Whether the plan sizes the KV cache: no flag does, and the engine sleeps on a GPU."""
+        sleeps = self.on_gpu and self.rollout.sleep_level > 0 and not self.rollout.replay
+        return sleeps and self.rollout.engine_memory is None
+
+    @property
+    def chooses_tokens(self) -> bool:
+        return self.machine.micro_batch_tokens is None and not self.rollout.eval_only
+
+    @property
+    def least_cache_gib(self) -> float:
+        """The KV cache of a single episode, in quarters of a GiB."""
+        policy = self.models[0]
+        token = 2 * policy.layers * policy.keys * self.dtype.itemsize / self.rollout.engine_parallel
+        return max(0.25, ceil(4 * token * longest(self.rollout) / 2**30) / 4)
+
+    def advice(self, has_reference: bool, limit: float, tokens: int) -> str:
+        """The cheapest change of flags with which each phase fits into `limit` gigabytes.
+        tokens: of a micro-batch without the change."""
+        rollout = self.rollout
+        shares = engine_shares(self.models[0], rollout)
+        alternatives = remedies(
+            rollout, self.machine, self.ranks, self.on_gpu, has_reference, shares
+        )
+        most_gib = cache_gib(rollout, self.on_gpu)
+        if self.chooses_cache:
+            # a cache that would fit with a remedy: not below one episode
+            most_gib = max(most_gib, self.least_cache_gib)
+        else:
+            rollout = replace(rollout, engine_memory=most_gib)
+        change = cheapest_change(
+            self.phases,
+            list(alternatives),
+            rollout,
+            self.machine,
+            self.ranks,
+            room=limit,
+            most_tokens=tokens,
+            most_cache_gib=most_gib,
+            least_cache_gib=self.least_cache_gib,
+        )
+        if change:
+            return f"it would {change}"
+        return "nor would it with other flags: a smaller model, or --lora-rank"
 
 
 def free_memory_gb(world: World) -> float:
@@ -161,11 +215,12 @@ def free_memory_gb(world: World) -> float:
 
 def check_cache(gb: dict[str, float], free_gb: float) -> None:
     """SystemExit if a KV cache does not fit beside the engine's weights."""
-    left_gb = max(0.0, free_gb - gb["engine"])
+    left_gb = max(0.0, free_gb - gb["engine"])  # "engine" is its weights alone
     if gb["KV cache"] > left_gb:
         raise SystemExit(
-            f"--engine-memory {gb['KV cache'] / GIB:g}: of {free_gb / GIB:.1f} GiB that are free "
-            f"the engine's weights leave {left_gb / GIB:.1f}"
+            f"--engine-memory {gb['KV cache'] / GB_PER_GIB:g}: "
+            f"of {free_gb / GB_PER_GIB:.1f} GiB that are free "
+            f"the engine's weights leave {left_gb / GB_PER_GIB:.1f}"
         )
 
 
@@ -173,41 +228,36 @@ def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:
     """Larger values that --engine-parallel may have."""
     if not rollout.uses_vllm or rollout.replay:
         return []
+    # keys = heads of keys x head size, queries = heads x head size
     key_heads = shape.heads * shape.keys // shape.queries
     shares = []
     for share in (2, 4, 8):
-        divides = ranks_here() % share == shape.heads % share == shape.mlp % share == 0
-        divides_keys = key_heads % share == 0 or share % key_heads == 0
-        if share > rollout.engine_parallel and divides and divides_keys:
+        divides_all = all(n % share == 0 for n in (ranks_here(), shape.heads, shape.mlp))
+        keys_fit = key_heads % share == 0 or share % key_heads == 0  # split, or repeated
+        if share > rollout.engine_parallel and divides_all and keys_fit:
             shares.append(share)
     return shares
-
-
-def least_cache_gib(shape: ModelShape, rollout: Rollout, dtype: torch.dtype) -> float:
-    """The KV cache of a single episode, in quarters of a GiB."""
-    token = 2 * shape.layers * shape.keys * dtype.itemsize / rollout.engine_parallel
-    return max(0.25, ceil(4 * token * longest(rollout) / 2**30) / 4)
 
 
 def describe(gb: dict[str, float], free_gb: float, rollout: Rollout) -> str:
     """The plan in a sentence, without the phases and terms that a run does not have."""
     text = f"memory of a rank (GB, estimated; {free_gb:.1f} are free): weights {gb['weights']:.1f}"
-    text += f", of them reference {gb['reference']:.1f}, Adam {gb['Adam']:.1f}"
+    text += f" (reference {gb['reference']:.1f}), Adam {gb['Adam']:.1f}"
     if not rollout.replay:
-        text += f"; rollout {gb['rollout']:.1f}, of it engine {gb['engine']:.1f}"
-        text += f", KV cache {gb['KV cache']:.1f} (--engine-memory)"
-        text += f", its work space {gb['workspace']:.1f}"
+        text += f"; rollout {gb['rollout']:.1f} (engine {gb['engine']:.1f}"
+        text += f", KV cache {gb['KV cache']:.1f} by --engine-memory"
+        text += f", work space {gb['workspace']:.1f})"
     if gb["scoring"]:
         text += f"; reward model {gb['scoring']:.1f}"
     if not rollout.eval_only:
-        text += f"; update {gb['update']:.1f}, of it gradients {gb['gradients']:.1f}"
-        text += f", activations {gb['activations']:.1f}, gathered {gb['gathered']:.1f}"
+        text += f"; update {gb['update']:.1f} (gradients {gb['gradients']:.1f}"
+        text += f", activations {gb['activations']:.1f}, gathered {gb['gathered']:.1f})"
     return text
 
 
 def no_rollout(longest_episode: int) -> Rollout:
-    """The rollout flags of a script that does not sample, for the plan alone; `longest_episode` is
-    in tokens."""
+    """Rollout flags for the plan of a script that does not sample: --replay needs no engine, and
+    an episode has `longest_episode` tokens."""
     return Rollout(replay=Path("none"), max_prompt_tokens=0, max_response_tokens=longest_episode)
 
 

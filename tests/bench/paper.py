@@ -20,7 +20,7 @@ from gpu import SHAPES, make_config
 from report import table
 
 from common.flags import Machine, Rollout
-from common.memory.plan import GIB, memory_phases
+from common.memory.plan import GB_PER_GIB, memory_phases
 
 PROMPTS, SAMPLES, PROMPT, ANSWER, LONGEST = 512, 16, 512, 1024, 4096
 # H100 SXM, published: dense bf16, HBM3, NVLink 4 and NDR InfiniBand in one direction, a PCIe 5.0
@@ -28,7 +28,7 @@ PROMPTS, SAMPLES, PROMPT, ANSWER, LONGEST = 512, 16, 512, 1024, 4096
 FLOPS, HBM, NVLINK, NIC, PCIE = 989e12, 3.35e12, 450e9, 50e9, 64e9
 NODE = 8  # GPUs of a machine, each with a network card of its own
 CARD, ROOM = 80e9, 0.92  # bytes, and the share of them that may be planned with
-SMALLEST_CACHE = 8 * GIB * 1e9  # bytes
+SMALLEST_CACHE = 8 * GB_PER_GIB * 1e9  # bytes
 
 
 @dataclass
