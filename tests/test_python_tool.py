@@ -19,7 +19,7 @@ from common.data.protocols import Call, Code
 from common.flags import Rollout
 from common.packing import TokenIndex, pack
 from common.pictures import Media, decode
-from common.rewards import make_scorer, score_episodes
+from common.rewards import make_built_in_scorer, score_episodes
 from common.rollout.trajectories import Turns
 from common.sandbox import sandbox
 from common.sandbox.python import RESTING_BYTES, PythonWorkers
@@ -222,7 +222,7 @@ def test_errors_end_a_trajectory_or_are_told(workers, most, ending, score):
     score_episodes(
         [episode],
         {0: the_row},
-        SimpleNamespace(score=lambda jobs: map(make_scorer(""), jobs)),
+        SimpleNamespace(score=lambda jobs: map(make_built_in_scorer(""), jobs)),
         tokenizer,
     )
     assert episode.score == score

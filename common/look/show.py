@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from common.data.prompts import row_problem, to_verl, truth_of
 from common.data.protocols import spacing
 from common.data.render import (
     apply_template,
@@ -18,6 +17,7 @@ from common.data.render import (
     to_messages,
 )
 from common.data.rows import RowFiles, records
+from common.data.verl import row_problem, to_verl, truth_of
 from common.files import shorten
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
 from common.types import Prompt
