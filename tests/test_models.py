@@ -567,7 +567,7 @@ def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path):
     """Such as a run's folder, whose config.json holds arguments."""
     assert resolve_model("tiny") == resolve_model(str(FOLDERS["tiny"]))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit, match=f"--critic-model {tmp_path}: .* give its model/"):
+    with pytest.raises(SystemExit, match=f"--critic-model {tmp_path}: .* take its model/"):
         resolve_model(str(tmp_path), "--critic-model")
 
 
