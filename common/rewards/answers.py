@@ -3,8 +3,8 @@ r"""Equality of mathematical answers: 0.5 is \frac{1}{2}, 5 cm is 5, \{1, 2\} is
 
 `is_equal` looks at an answer from the outside in: its typesetting, options, lists, intervals and
 matrices, equations, units. What is left are numbers, words, and formulas
-(common/rewards/formulas.py). None raises, all take linear time, or in a list of few items
-quadratic.
+(common/rewards/formulas.py). No function raises. Each takes time linear in the answer, but for the
+pairs of items of short lists.
 """
 
 import re
@@ -33,9 +33,9 @@ COMMANDS = r"""
 √ \surd   ∛ \surd[3]   ∜ \surd[4]   ∑ \sum   ∏ \prod   ∫ \int   ∠ \angle   △ \triangle   ⊥ \perp
 ∥ \parallel   ⟨ \langle   ⟩ \rangle   ⌊ \lfloor   ⌋ \rfloor   ⌈ \lceil   ⌉ \rceil   ‖ \|   … \ldots
 """
-SYMBOLS = {
-    symbol: f"{command} " for symbol, command in zip(COMMANDS.split()[::2], COMMANDS.split()[1::2])
-}
+COMMAND_WORDS = COMMANDS.split()
+COMMAND_PAIRS = zip(COMMAND_WORDS[::2], COMMAND_WORDS[1::2])
+SYMBOLS = {symbol: f"{command} " for symbol, command in COMMAND_PAIRS}
 SYMBOLS |= {letter: f"\\{name} " for letter, name in zip(GREEK, GREEK_NAMES.split())}
 SYMBOLS |= {
     "−": "-",
@@ -49,25 +49,25 @@ SYMBOLS |= {
     "%": "\\%",
 }
 SYMBOLS |= {"、": ", ", "。": ".", "或": " or ", "和": " and "}
-RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
-LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
-PLAIN = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-" * 2)
+SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+SUBSCRIPTS = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
+TO_DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-" * 2)
 # full width, and the mathematical alphabets
-STYLED = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ff]")
+STYLED_LETTERS = re.compile("[\uff01-\uff5e\U0001d400-\U0001d7ff]")
 
-UPRIGHT = re.compile(r"\\text\{([^{}]*)\}")
+TEXT_COMMAND = re.compile(r"\\text\{([^{}]*)\}")
 BRACED = r"\{([^{}]*)\}"
-# with braces inside; of \over, what stands beside it
+# text with braces one deep, but without \over and \choose: one side of those commands
 NESTED = r"((?:[^{}\\]|\\(?!over|choose)|\{[^{}]*\})*)"
 WORD_END = r"(?![a-zA-Z])"
 ARTICLE = re.compile(r"^(?:[Aa]n?|[Tt]he)\s+(?=[A-Za-z]{3,}(?:\s+[A-Za-z]{3,})*$)")
-TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+TRIGONOMETRIC = re.compile(rf"\\(?:sin|cos|tan|cot|sec|csc){WORD_END}")
 FUNCTION = r"sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|ln|log|lg|exp"
 DIGIT_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 BASES = {word: str(base) for base, word in enumerate(DIGIT_WORDS.split())}
 BASE_WORD = "|".join(BASES)
 
-# (pattern, replacement), in this order; what each is for stands above it
+# (pattern, replacement), applied in this order; a comment stands above the rules it is for
 TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     # thousands: 1{,}000\pi, 11,\! 111, and in ISO's form 12\,345, 12 345
     (r"(?<=[0-9])(?:\{,\}|,\\!)\s*(?=[0-9]{3}(?![0-9]))", ""),
@@ -181,7 +181,9 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
         r",?\s*(?:\\text\{[\s,]*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*",
         lambda m: conjunction(m[0], m.string),
     ),
+    # circled numbers need no separators between them
     (r"(?<=[①-⑳])[\s,;]+(?=[①-⑳])", ""),
+    # what stands before an answer (=, \therefore), and punctuation behind it
     (rf"^\s*(?:=|\\(?:approx|therefore|implies|Rightarrow){WORD_END})|[\s.,;:\\]+$", ""),
 ]
 
@@ -189,17 +191,18 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
 def typeset(answer: str) -> str:
     """LaTeX that says the same, with one command for each thing, and without what is only for the
     eye."""
+    # a line break separates answers as \quad does, unless it follows \\
     text = re.sub(r"(?<!\\\\)\s*\n\s*", r" \\quad ", answer.strip())
     text = re.sub(r"\s+", " ", text)
-    text = RAISED.sub(lambda match: f"^{{{match[0].translate(PLAIN)}}}", text)
-    text = LOWERED.sub(lambda match: f"_{{{match[0].translate(PLAIN)}}}", text)
-    text = STYLED.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
+    text = SUPERSCRIPTS.sub(lambda match: f"^{{{match[0].translate(TO_DIGITS)}}}", text)
+    text = SUBSCRIPTS.sub(lambda match: f"_{{{match[0].translate(TO_DIGITS)}}}", text)
+    text = STYLED_LETTERS.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
     text = "".join(map(vulgar_fraction, text))
     text = "".join(SYMBOLS.get(char, char) for char in text.replace("\\%", "%"))
     for pattern, replacement in TYPESETTING:
         text = re.sub(pattern, replacement, text)
     text = text.strip()
-    whole = UPRIGHT.fullmatch(text)  # \text{(1, 2)}
+    whole = TEXT_COMMAND.fullmatch(text)  # \text{(1, 2)}
     if whole:
         text = whole[1].strip()
     start, inner, _ = in_brackets(text)
@@ -220,7 +223,7 @@ def subscript(word: str) -> str:
 
 
 def system(rows: str) -> str:
-    r"""x = 1, y = 2 of the rows x = 1 \\ y = 2; "" of what is no system of equations."""
+    r"""The rows x = 1 \\ y = 2 as the list x = 1, y = 2; "" if they are no equations."""
     equations = [
         row.replace("&", "").strip(" ,.;") for row in rows.removesuffix("\\\\").split("\\\\")
     ]
@@ -230,14 +233,15 @@ def system(rows: str) -> str:
 
 
 def conjunction(word: str, text: str) -> str:
-    """A comma for `and` and `or` in a list; but of inequalities they are not the same."""
+    """What stands for `and` and `or` in a list: a comma, or in a text with inequalities, where the
+    two differ, an intersection or a union."""
     if not re.search(r"[<>]|\\(?:le|ge|ne)(?![a-zA-Z])", text):
         return ", "
     return " \\cup " if "or" in word else " \\cap "
 
 
 def vulgar_fraction(char: str) -> str:
-    r"""\frac{1}{2} of ½, any other character as it is."""
+    r"""Write a vulgar fraction as LaTeX: ½ as \frac{1}{2}. Other characters stay."""
     if char.isascii() or not unicodedata.decomposition(char).startswith("<fraction>"):
         return char
     above, _, below = unicodedata.normalize("NFKD", char).partition("⁄")
@@ -245,7 +249,8 @@ def vulgar_fraction(char: str) -> str:
 
 
 def repeating(whole: str, digits: str, period: str) -> str:
-    """The fraction that a repeating decimal is."""
+    """A repeating decimal as a fraction, from its digits before the point, those after it, and its
+    period."""
     base = 10 ** len(digits)
     value = Fraction(int(whole or "0") * base + int(digits or "0"), base)
     value += Fraction(int(period), base * (10 ** len(period) - 1))
@@ -254,8 +259,7 @@ def repeating(whole: str, digits: str, period: str) -> str:
 
 # --- units ---
 
-# of each, the spellings behind a number; single letters only if they are upright, as in
-# 5\,\mathrm{m}
+# {unit: its spellings}; single letters are units only in upright type, as in 5\,\mathrm{m}
 UNITS = {
     "metre": "m meter meters metre metres",
     "millimetre": "mm millimeter millimeters millimetre millimetres",
@@ -325,8 +329,8 @@ UNITS = {
     "time": "time times",
 }
 UNIT_OF = {spelling: unit for unit, spellings in UNITS.items() for spelling in spellings.split()}
-# words that make another answer of the number before them: 7 million, 5 or more, 20 (loss), 3 (mod
-# 5)
+# words that change the number before them, so that they are no mere unit: 7 million, 5 or more,
+# 20 (loss), 3 (mod 5)
 TELLING_WORDS = """
 or and not no if mod modulo more less fewer than least most about approximately over under
 above below increase decrease increases decreases increased decreased rise fall gain gains
@@ -337,7 +341,7 @@ millions billions trillions dozen dozens minus plus squared cubed is are always 
 sometimes only all none both solutions roots undefined infinite infinity instead too twice
 """
 TELLING = set(TELLING_WORDS.split())
-# the same, if nothing is counted behind them: 123 (third graders) are 123
+# words that do so only as the last ones: 123 (left) is another answer, 123 (third graders) is 123
 TELLING_ALONE_WORDS = """
 up down left right long short late early faster slower much many double triple wrong correct
 incorrect valid invalid impossible extraneous half halves third thirds fourths fifths sixths
@@ -374,8 +378,8 @@ PLAIN_NUMBER = re.compile(
 
 
 def split_units(answer: str, truth: str) -> tuple[str, str, str, str]:
-    """(answer, its unit, truth, its unit); a noun that only one of them marks as a unit is one of
-    the other, too."""
+    """(answer, its unit, truth, its unit). If only one of the two shows that a noun is a unit, the
+    noun counts as one in the other as well."""
     answer_core, unit = split_unit(answer)
     true_core, true_unit = split_unit(truth)
     if unit and not true_unit:
@@ -386,30 +390,30 @@ def split_units(answer: str, truth: str) -> tuple[str, str, str, str]:
 
 
 def split_unit(text: str, noun: str = "") -> tuple[str, str]:
-    r"""("5", "centimetre^2") of 5\text{ cm}^2, ("9", "apple") of 9 (apples), (text, "") if there is
-    no unit.
+    r"""Split a number and its unit: 5\text{ cm}^2 gives ("5", "centimetre^2"), 9 (apples) gives
+    ("9", "apple"). Without a unit: (text, "").
 
     noun: what counts as a unit although it is no plural, or one letter.
     """
-    core = text
-    front = ""
+    rest = text  # without a currency in front
+    currency = ""
     match = CURRENCY.match(text)
     if match:
-        core = match[1] + text[match.end() :]
-        front = UNIT_OF.get(match[2], match[2])
-    before, unit = unit_behind(core, noun) or unit_in_brackets(core) or (core, front)
-    if front and unit != front:
-        unit = f"{front} {unit}"
-    return before, unit
+        rest = match[1] + text[match.end() :]
+        currency = UNIT_OF.get(match[2], match[2])
+    quantity, unit = unit_behind(rest, noun) or unit_in_brackets(rest) or (rest, currency)
+    if currency and unit != currency:
+        unit = f"{currency} {unit}"
+    return quantity, unit
 
 
 def unit_behind(text: str, noun: str) -> tuple[str, str] | None:
     for start, tail in unit_tails(text):
         before = text[:start].rstrip()
-        unit = unit_name(UPRIGHT.sub(r" \1 ", tail))
+        unit = unit_name(TEXT_COMMAND.sub(r" \1 ", tail))
         if unit and is_quantity(before, tail):
             return before, unit
-        counted = noun_name(UPRIGHT.sub(r" \1 ", tail), noun)
+        counted = noun_name(TEXT_COMMAND.sub(r" \1 ", tail), noun)
         if counted and before and PLAIN_NUMBER.fullmatch(before):
             return before, counted
     match = re.search(r"(?<=[0-9])\s+([A-Za-z])$", text)
@@ -420,7 +424,7 @@ def unit_behind(text: str, noun: str) -> tuple[str, str] | None:
 
 def unit_in_brackets(text: str) -> tuple[str, str] | None:
     """("9", "apple") of 9 (apples)."""
-    text = UPRIGHT.sub(r"\1", text)
+    text = TEXT_COMMAND.sub(r"\1", text)
     match = NOUN_TAIL.search(text)
     if match is None:
         return None
@@ -455,7 +459,7 @@ def is_quantity(text: str, tail: str) -> bool:
         return False
     if re.search("[0-9]", text):
         return True
-    letters = re.sub(r"\\cdot|[^A-Za-z°%$]", "", UPRIGHT.sub(r"\1", tail))
+    letters = re.sub(r"\\cdot|[^A-Za-z°%$]", "", TEXT_COMMAND.sub(r"\1", tail))
     return len(letters) > 1 and bool(re.fullmatch(r".*\\[a-z]+.*|\{?[a-zA-Z]\}?", text))
 
 
@@ -581,7 +585,7 @@ MIXED = re.compile(r"(-?)([0-9]+)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 
 # of a typeset text without spaces
 SHORT_FORMS = [
-    (UPRIGHT.pattern, r"\1"),
+    (TEXT_COMMAND.pattern, r"\1"),
     (r"([_^])\{([0-9a-zA-Z+*-])\}", r"\1\2"),
     (r"(?<![\\a-zA-Z}\]_^])\{([^{}]*)\}", r"\1"),  # braces that only group
     (r"^([-+]?)([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}"),
@@ -594,7 +598,7 @@ SHORT_FORMS = [
 def short_form(text: str) -> str:
     """A typeset text without spaces, but where two digits would meet, and after the commas of a
     list of numbers."""
-    text = re.sub(r"\s+", " ", UPRIGHT.sub(r"\1", text))
+    text = re.sub(r"\s+", " ", TEXT_COMMAND.sub(r"\1", text))
     short = re.sub("(?<![0-9]) | (?![0-9])", "", text)
     for pattern, replacement in SHORT_FORMS:
         short = re.sub(pattern, replacement, short)
@@ -738,7 +742,7 @@ LETTER = re.compile("[A-K]")
 def option(text: str) -> tuple[str, str]:
     """("C", "12") of (C) 12 or C. 12, ("C", "") of (C), (c) or Option c; ("", "") of what is no
     option."""
-    plain = re.sub(r"[{}]", "", UPRIGHT.sub(r"\1", text)).strip()
+    plain = re.sub(r"[{}]", "", TEXT_COMMAND.sub(r"\1", text)).strip()
     match = NAMED_OPTION.fullmatch(plain)
     if match:
         return match[1].upper(), ""
@@ -767,7 +771,7 @@ def same_option(answer: str, truth: str) -> bool:
     for text in (answer, truth):
         letter, content = option(text)
         if not letter:
-            letter = re.sub(r"[{}\s]", "", UPRIGHT.sub(r"\1", text))
+            letter = re.sub(r"[{}\s]", "", TEXT_COMMAND.sub(r"\1", text))
         letters.append(letter)
         texts.append(content)
     if letters[0] != letters[1] or not LETTER.fullmatch(letters[0]):
@@ -777,7 +781,7 @@ def same_option(answer: str, truth: str) -> bool:
 
 def same_options(answer: str, truth: str) -> bool:
     """Whether both name the same several options: A, C is AC and (A)(C)."""
-    texts = [re.sub(r"[{}]", "", UPRIGHT.sub(r"\1", text)).strip() for text in (answer, truth)]
+    texts = [re.sub(r"[{}]", "", TEXT_COMMAND.sub(r"\1", text)).strip() for text in (answer, truth)]
     if not all(SEVERAL.fullmatch(text) for text in texts):
         return False
     if all(text.isalpha() for text in texts):  # AC may be a line, and no CA
@@ -794,8 +798,8 @@ def same_leaf(answer: str, truth: str) -> bool:
     """Whether two texts are the same number, or are spelled alike; and in the same unit, if both
     have one."""
     answer, truth = unlabelled(answer, truth)
-    answer_time = CLOCK.fullmatch(UPRIGHT.sub(r"\1", answer))
-    true_time = CLOCK.fullmatch(UPRIGHT.sub(r"\1", truth))
+    answer_time = CLOCK.fullmatch(TEXT_COMMAND.sub(r"\1", answer))
+    true_time = CLOCK.fullmatch(TEXT_COMMAND.sub(r"\1", truth))
     if answer_time and true_time:
         return clock_parts(answer_time) == clock_parts(true_time)
     answer_core, unit, true_core, true_unit = split_units(answer, truth)
@@ -969,7 +973,7 @@ def label(text: str) -> str:
         sides = parsed[0]
         for side in sides if len(sides) == 2 else sides[:1]:
             if NAME.fullmatch(side) or WORDS.fullmatch(side):
-                return UPRIGHT.sub(r" \1 ", side).strip()
+                return TEXT_COMMAND.sub(r" \1 ", side).strip()
     return ""
 
 
@@ -1259,7 +1263,7 @@ def both_signs(text: str) -> list[str]:
 
 def measures(text: str) -> list[str]:
     """["3 hours", "20 minutes"] of 3 hours 20 minutes; [] of all else."""
-    text = UPRIGHT.sub(r"\1", text)
+    text = TEXT_COMMAND.sub(r"\1", text)
     if not MEASURES.fullmatch(text):
         return []
     quantities = []

@@ -12,10 +12,9 @@ small for it to read where the picture is shown, at 112 x 112 pixels; a crop bri
     user:      Here is the cropped image (Image Size: 112x112):<image>
     assistant: I can read it: \boxed{7}
 
-Most traces guess at once, some aim badly, and then guess or aim again. Looking, aiming well and
-going on until the tile is seen pays; that is left for reinforcement learning to find out. The
-traces' format is Pixel Reasoner's; but a question follows its picture, as in the rows of
-reinforcement learning.
+Most traces guess without looking. Others aim badly, and then guess or look again. It pays to look,
+to aim well, and to go on until the tile is seen; reinforcement learning has to find that out. The
+traces have Pixel Reasoner's format, but the picture comes before the question, as in RL's rows.
 """
 
 import json
@@ -71,20 +70,19 @@ SPECIAL = [
 ]
 VOCABULARY = 1024
 
-HALF_BOX = 0.01  # of the side of the picture, which the crop tool pads by 0.1 on each side
+HALF_BOX = 0.01  # half the side of a box, as a share of the picture; the tool adds 0.1 around it
 QUESTION = "Which digit is on the white tile? Answer in \\boxed{}."
 ZOOM = "I will zoom in on the tile."
 ZOOM_AGAIN = "The tile is not here, I will zoom in elsewhere."
 READ = "I can read it: \\boxed{%d}"
 GUESS = "I can only guess: \\boxed{%d}"
-# share of traces whose picture is a close-up of the tile already: no tool is needed
-CLOSE_UPS = 0.3
+CLOSE_UPS = 0.3  # share of traces whose picture is a close-up of the tile: they need no tool
 GUESS_AT_ONCE = 0.6  # probability to guess without any crop
 GUESS_LATER = 0.3  # probability to guess after a crop that missed
-AIM = 0.85  # probability that a crop is the tile's
-EXPERT = {"guess": 0.0, "aim": 1.0}
+AIM = 0.85  # probability that a crop shows the tile
+EXPERT = {"guess": 0.0, "aim": 1.0}  # habits of one that looks at the tile at once
 MAX_CROPS = 3
-TRACES = 8000
+TRACES = 8000  # number of traces for each stage of training
 
 Box = list[float]  # left, top, right, bottom, in 0..1
 
@@ -114,7 +112,8 @@ def build_tokenizer(texts: Iterable[str]) -> "transformers.PreTrainedTokenizerFa
 
 
 def corpus() -> Iterator[str]:
-    """The texts between special tokens of some traces, and all numbers of two decimals."""
+    """What the tokenizer is trained on: all numbers 0.00 to 1.00, 20 times, so that they stay
+    tokens, and the texts of 200 traces."""
     yield from [f"{value / 100:.2f}" for value in range(101)] * 20
     for messages in islice(traces(0), 200):
         for message in messages:
@@ -181,7 +180,8 @@ def build_processor(
 
 
 def box_around(cell: tuple[int, int]) -> Box:
-    return [round(center(index) + side, 2) for side in (-HALF_BOX, HALF_BOX) for index in cell]
+    x, y = center(cell[0]), center(cell[1])
+    return [round(v, 2) for v in (x - HALF_BOX, y - HALF_BOX, x + HALF_BOX, y + HALF_BOX)]
 
 
 def call_text(box: Box) -> str:
@@ -195,8 +195,8 @@ def trace(
 ) -> list[dict]:
     """Messages in Pixel Reasoner's format, with encoded images for paths.
 
-    guess: probability to guess without any crop. aim: that a crop is the tile's; otherwise it is of
-    any other cell. sevens: that a guess is 7; otherwise it is any digit.
+    guess: probability to guess without any crop. aim: that a crop shows the tile; otherwise it
+    shows any other cell. sevens (for studies): that a guess is 7; otherwise it is any digit.
     """
     context = {"media": [{"kind": "image", "frames": [scene.png]}], **LIMITS}
     cell = None  # the cell that was looked at last
@@ -211,12 +211,11 @@ def trace(
         {"role": "user", "content": [{"image": picture}, {"text": QUESTION}]},
     ]
     for num_crops in range(MAX_CROPS + 1):
-        patience = rng.random()
-        luck = rng.random()
-        gives_up = num_crops == MAX_CROPS or patience < (GUESS_LATER if num_crops else guess)
-        if cell == scene.cell or gives_up:
+        guesses = rng.random() < (GUESS_LATER if num_crops else guess)
+        aims_well = rng.random() < aim
+        if cell == scene.cell or guesses or num_crops == MAX_CROPS:
             break
-        cell = scene.cell if luck < aim else other_cell(scene.cell, rng)
+        cell = scene.cell if aims_well else other_cell(scene.cell, rng)
         box = box_around(cell)
         call = (ZOOM_AGAIN if num_crops else ZOOM) + call_text(box)
         text, (crop,), _ = CROP.function(box, 1, context)
@@ -240,8 +239,8 @@ def traces(
 
 
 def write_traces(folder: Path, rows: int, seed: int, **habits: float) -> None:
-    """release.json and images/, as Pixel Reasoner publishes them; `habits` are those of
-    `traces`."""
+    """Write `rows` traces as release.json and images/, as Pixel Reasoner publishes them. habits:
+    of `traces`."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     records = []
     for i, messages in enumerate(islice(traces(seed, **habits), rows)):
@@ -255,8 +254,8 @@ def write_traces(folder: Path, rows: int, seed: int, **habits: float) -> None:
 
 
 def write_demo_data(folder: Path) -> None:
-    """train.parquet and eval.parquet in verl's format. They name no tools: the scripts add those on
-    offer."""
+    """train.parquet and eval.parquet in verl's format. The rows name no tools; a script offers
+    those of --tools."""
     write_rows(folder, f"<image>{QUESTION}")
 
 
@@ -265,18 +264,21 @@ class Args:
     out: Path | None = None  # folder of the finished policy; default: its own in common/assets
     # folder for traces, the untrained model and the supervised runs
     work: Path = Path("runs/prepare-tiny-vl")
-    # optimizer steps on traces that look at the tile at once: to learn to see
-    expert_steps: int = 450
-    steps: int = 300  # optimizer steps on the other traces, from there
-    # probability, in the other traces, to guess without looking; default: the builder's
+    expert_steps: int = 450  # optimizer steps of the first stage, on an expert's traces
+    steps: int = 300  # optimizer steps of the second stage, on traces that guess and miss
+    # second stage: probability to guess without looking; default: the builder's
     guess: float | None = None
-    aim: float = AIM  # probability, in the other traces, that a look is at the tile
+    aim: float = AIM  # second stage: probability that a look is at the tile
     batch_size: int = 32  # traces per step
     learning_rate: float = 4e-4  # at 1e-3 the vision tower does not learn to read
 
 
 def build(args: Args, task: ModuleType, name: str) -> None:
-    """Build the embedded policy of a name. task: the module of its traces, this one or another."""
+    """Build the embedded policy `name` from the traces of the module `task`.
+
+    First it learns to see on traces of an expert that looks at the tile at once, then the habits of
+    the other traces.
+    """
     blank = args.work / "blank"
     tokenizer = build_tokenizer(task.corpus())
     build_processor(tokenizer).save_pretrained(blank)
@@ -313,10 +315,9 @@ def train(args: Args, folder: Path, steps: int, options: list) -> None:
         "warmup-steps": 50,
         "resume": "never",
     }
-    for name, value in settings.items():
-        options += [f"--{name}", value]
+    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command = [*launcher, "sft.py", *map(str, options)]
+    command = [*launcher, "sft.py", *map(str, [*options, *flags])]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
