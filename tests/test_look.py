@@ -168,6 +168,10 @@ def test_what_is_no_dump_or_has_lost_its_pictures_cannot_be_replayed(tmp_path, w
     episodes = random_episodes(seed=2, prompts=1, samples=1)
     episodes[0].media = [Media.open("image", [picture(56, 56, 1)], LIMITS)]
     path = dump_rollouts(tmp_path, 3, episodes, [], [], build_tokenizer(), world)
+    older = tmp_path / "older.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["terms"]), older)
+    with pytest.raises(SystemExit, match=f"^--replay {older}: lacks terms: another version"):
+        load_rollouts(older, 3, world, LIMITS)
     pictures = path.with_suffix(".media_0.parquet")
     pictures.unlink()
     with pytest.raises(

@@ -179,7 +179,7 @@ def page_episode(row: dict, pictures: dict[str, bytes], tokenizer) -> dict:
     for medium, size in zip(json.loads(row["media"]), row["shown"]):
         frames = [pictures.get(name, b"") for name in medium["frames"]]
         media.append(medium | {"frames": frames, "shown": size})
-    rewards = json.loads(row["rewards"]) | json.loads(row["terms"])
+    rewards = json.loads(row["rewards"]) | json.loads(row.get("terms") or "{}")
     if row["model_reward"] is not None:
         rewards["--reward-model"] = row["model_reward"]
     return row | {

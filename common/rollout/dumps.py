@@ -134,6 +134,11 @@ def load_rollouts(
     SystemExit unless the dump is of `step`, and of as many ranks as there are now.
     """
     rows = read_dump(path)
+    missing = {field.name for field in fields(Episode)} - rows[0].keys()
+    if missing:
+        raise SystemExit(
+            f"--replay {path}: lacks {', '.join(sorted(missing))}: another version has written it"
+        )
     dump_step = rows[0]["step"]
     dump_ranks = rows[0]["ranks"]
     if (dump_step, dump_ranks) != (step, world.size):
