@@ -134,9 +134,7 @@ def evaluate(
     # in parts: the pictures of so many rows are in memory at a time
     for start in Progress("evaluation", range(0, len(rows), args.batch_size)):
         episodes = episodes_of(data, rows[start : start + args.batch_size], packer.world)
-        minibatches = packer.minibatches(
-            episodes, TokenIndex(episodes), [list(range(len(episodes)))]
-        )
+        minibatches = one_minibatch(packer, episodes)
         for minibatch in minibatches:
             for batch in minibatch.micro_batches:
                 with forward_context(policy):
@@ -297,9 +295,7 @@ def main(args: Args, demo: bool = False) -> None:
         # 1. data
         with watch("data"):
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
-            minibatches = packer.minibatches(
-                episodes, TokenIndex(episodes), [list(range(len(episodes)))]
-            )
+            minibatches = one_minibatch(packer, episodes)
         if not minibatches:
             raise SystemExit(
                 "--train-data: not one row of this step has a token to learn, see the warnings"

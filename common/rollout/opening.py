@@ -134,8 +134,8 @@ def open_prompts(
         if data.eval_data:
             eval_data = PromptData(data.eval_data, flag="--eval-data", **options)
     # plain text: only now is it known whether a row needs the template
-    datasets = [data for data in (train_data, eval_data) if data]
-    if not needs_template and any(data.uses_template for data in datasets):
+    datasets = [prompts for prompts in (train_data, eval_data) if prompts]
+    if not needs_template and any(prompts.uses_template for prompts in datasets):
         end_turns_properly(job.tokenizer, None)
     return train_data, eval_data
 
