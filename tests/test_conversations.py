@@ -243,6 +243,8 @@ def test_keys_of_messages_that_nobody_reads_are_named(tmp_path, tokenizer, capsy
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "--train-data: 2 rows have messages with the key 'id', which is not read"
     assert "--train-data: 1 rows have messages with the key 'mask', which is not read" in told
+    keys = [line.split("'")[1] for line in told[1:-1]]
+    assert keys == ["mask", *(f"k{i}" for i in range(len(keys) - 1))]
     assert len(told) == 11 and told[-1].endswith(
         "rows have messages with further keys that are not read"
     )

@@ -585,6 +585,9 @@ def test_tokens_that_have_no_embedding_are_named_with_their_rows(tmp_path, token
         ValueError, match=f"of number {known - 1}: the model has embeddings of {known - 1},"
     ):
         load(path, tokenizer, num_embeddings=known - 1)
+    path = write(tmp_path / "surrogate.jsonl", [row(), row("\ud83d")])
+    with pytest.raises(ValueError, match=r"line 2: cannot be rendered: .*surrogates not allowed"):
+        load(path, tokenizer, num_embeddings=known - 1)
 
     world = SimpleNamespace(rank=0, local_rank=0, size=1, is_main=True)
     job = SimpleNamespace(

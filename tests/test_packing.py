@@ -294,6 +294,8 @@ def test_several_ranks_halve_and_exit(case, tmp_path):
     with pytest.raises(SystemExit, match=message):
         halve_budget(BUDGET, case.policy, two_ranks, tmp_path, torch.OutOfMemoryError())
     assert (tmp_path / "micro_batch_tokens").read_text() == "256"
+    with pytest.raises(SystemExit, match=r"out of .* in the update with 255 tokens: add"):
+        halve_budget(255, case.policy, two_ranks, tmp_path, torch.OutOfMemoryError())
 
 
 class Casts(TorchDispatchMode):

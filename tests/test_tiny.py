@@ -109,7 +109,9 @@ def test_embedded_policy_loads_and_ends_where_its_tokenizer_says():
     assert sum(file.stat().st_size for file in FOLDERS["tiny"].iterdir()) < 10e6
 
 
-@pytest.mark.parametrize("listed, ids", [([9, 7], [5, 7, 9]), (7, [5, 7]), (5, [5]), (None, [5])])
+@pytest.mark.parametrize(
+    "listed, ids", [([9, 7], [5, 7, 9]), (7, [5, 7]), (5, [5]), (0, [0, 5]), (None, [5])]
+)
 def test_a_response_ends_as_the_generation_config_says_too(listed, ids, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
     assert end_token_ids(str(tmp_path), SimpleNamespace(eos_token_id=5)) == ids

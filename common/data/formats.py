@@ -101,8 +101,9 @@ def take_train_flag(message: dict, by_default: bool) -> bool:
     return by_default or train in TRAINED or loss in TRAINED
 
 
-def unread_keys(record: Mapping) -> set[str]:
-    """Keys of a row's messages that are not read. Empty ones do not count: Arrow adds them."""
+def unread_keys(record: Mapping) -> list[str]:
+    """Keys of a row's messages that are not read, in the order of the row. Empty ones do not
+    count: Arrow adds them."""
     messages: object = None
     # in the order in which `read_conversation` looks for them
     for column in ("message_list", "messages", "conversations", "question", "prompt"):
@@ -110,12 +111,12 @@ def unread_keys(record: Mapping) -> set[str]:
             messages = record[column]
             break
     if not isinstance(messages, list):
-        return set()
-    keys = set()
+        return []
+    keys: list[str] = []
     for message in messages:
         for key, value in message.items():
-            if key not in READ and value not in (None, "", [], {}):
-                keys.add(key)
+            if key not in READ and key not in keys and value not in (None, "", [], {}):
+                keys.append(key)
     return keys
 
 

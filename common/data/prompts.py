@@ -184,9 +184,9 @@ class PromptData:
             row = prepared[index]
             try:
                 self._check_whole(row.messages, text)
+                max_text_tokens = max_num_tokens(text)
                 self.known_tokens.check(text)
                 extra_tokens = self._picture_tokens(text, row.pictures, self.files.folder(index))
-                max_text_tokens = max_num_tokens(text)
             except UnicodeEncodeError as error:  # half a surrogate pair
                 report.bad_rows[index] = f"cannot be rendered: {error}"
                 continue

@@ -360,8 +360,11 @@ def end_token_ids(path: str, tokenizer: "transformers.PreTrainedTokenizerBase") 
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         if file.is_file():
-            listed = json.loads(file.read_text()).get("eos_token_id") or []
-            ids += listed if isinstance(listed, list) else [listed]
+            listed = json.loads(file.read_text()).get("eos_token_id")
+            if isinstance(listed, list):
+                ids += listed
+            elif listed is not None:
+                ids.append(listed)
             break
     return sorted(set(ids))
 

@@ -69,13 +69,13 @@ def halve_budget(
     kernels can be made.
     """
     memory = exhausted_memory(error)
-    budget //= 2
-    if budget < 128:
+    if budget < 256:
         remedy = "use more GPUs" if memory == "GPU memory" else "give it more memory"
         raise SystemExit(
-            f"out of {memory} in the update with {2 * budget} tokens: add "
+            f"out of {memory} in the update with {budget} tokens: add "
             f"--gradient-checkpointing or {remedy}; then the same command goes on"
         )
+    budget //= 2
     with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
         run_dir.mkdir(parents=True, exist_ok=True)
         replace_file(run_dir / "micro_batch_tokens", lambda path: path.write_text(str(budget)))
