@@ -117,7 +117,7 @@ class Args:
     learning_rate: Amount = 1e-6  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
-    # learning rate that the decay ends at, behind the last step, as a share of the peak
+    # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
@@ -785,7 +785,7 @@ def main(args: Args, demo: bool = False) -> None:
             unscored.end_run(step + 1)
         if exit_code and not last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # that of a process which the signal has ended
+            raise SystemExit(exit_code)  # as if the signal had ended the process
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

@@ -8,7 +8,8 @@ What this does that others do not:
    roles, pictures.
 3. A [tokens, vocabulary] tensor never exists: log-probs come from hidden states in chunks, of
    trained tokens only.
-4. Conversations with and without pictures share micro-batches, and go to the ranks by their cost.
+4. Conversations with and without pictures share micro-batches, and are balanced over the ranks
+   by cost.
 
     torchrun --nproc_per_node 2 sft.py    # embedded demo: tiny, from nothing
     torchrun --nproc_per_node 4 sft.py --model Qwen/Qwen2.5-0.5B \\
@@ -62,7 +63,7 @@ class Args:
     learning_rate: Amount = 1e-5  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
     warmup_steps: Amount = 0.0  # optimizer steps of linear warm-up; below 1: share of all steps
-    # learning rate that the decay ends at, behind the last step, as a share of the peak
+    # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
@@ -94,10 +95,9 @@ DEMO = Args(
 
 
 def cross_entropy(logprobs: Tensor, num_loss_tokens: float, world_size: int) -> Tensor:
-    """This micro-batch's part (its N tokens) of the mean of -log p over the trained tokens of the
-    global batch.
+    """This micro-batch's part of the mean of -log p over the trained tokens of the global batch.
 
-    FSDP2 and DDP average gradients over ranks: hence the factor `world_size`.
+    logprobs: [N]. FSDP2 and DDP average gradients over ranks: hence the factor `world_size`.
     """
     return -logprobs.sum() * world_size / num_loss_tokens
 
@@ -131,7 +131,7 @@ def evaluate(
     """eval/loss (nats a token) and eval/token_accuracy: how often the right token is the most
     likely one."""
     means = Means()
-    # in parts: the pictures of so many rows are in memory at a time
+    # in parts, so that the pictures of only one batch are in memory
     for start in Progress("evaluation", range(0, len(rows), args.batch_size)):
         episodes = episodes_of(data, rows[start : start + args.batch_size], packer.world)
         minibatches = one_minibatch(packer, episodes)
@@ -238,8 +238,8 @@ def check_args(args: Args) -> None:
         "total_epochs": (args.run.total_steps is None, "--total-steps None"),
     }
     refuse_idle(args.run, uses)
-    has_decay = (args.lr_schedule != "constant", "--lr-schedule linear or cosine")
-    refuse_idle(args, {"lr_floor": has_decay})
+    needs_decay = (args.lr_schedule != "constant", "--lr-schedule linear or cosine")
+    refuse_idle(args, {"lr_floor": needs_decay})
     if "reference" in args.machine.offload:
         raise SystemExit("--offload reference: sft.py has no reference model")
 
@@ -302,14 +302,15 @@ def main(args: Args, demo: bool = False) -> None:
             )
         (minibatch,) = minibatches
 
-        # 4. update
-        decay = lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
-        lr = args.learning_rate * decay
+        # 2. update
+        lr = args.learning_rate * lr_factor(
+            step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor
+        )
         with watch("update"):
             means = packer.attempt(backward, policy, minibatch, world, scale=optimizer.scale)
             means.merge(optimizer.step(lr))
 
-        # 5. log
+        # 3. log
         metrics = means.reduce() | {
             "optim/lr": lr,
             "optim/loss_scale": optimizer.scale,
@@ -318,7 +319,7 @@ def main(args: Args, demo: bool = False) -> None:
             "data/unreadable": args.batch_size - minibatch.num_sequences,
         }
 
-        # 6. eval, checkpoint
+        # 4. eval, checkpoint
         last = step + 1 == total_steps
         if eval_data and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
@@ -336,7 +337,7 @@ def main(args: Args, demo: bool = False) -> None:
             save_weights(policy, job, step + 1, saved_weights)
         if exit_code and not last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # that of a process which the signal has ended
+            raise SystemExit(exit_code)  # as if the signal had ended the process
 
     folder = output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

@@ -149,8 +149,9 @@ class Job:
         """Print what a step will need; settle `micro_batch_tokens` and `engine_memory`.
 
         trained, frozen, reward_model: folders of the models that share the memory, the policy
-        first. replayed_tokens: micro-batch tokens of the update that --replay repeats. SystemExit
-        if a CPU's memory is too small to begin.
+        first. replayed_tokens: micro-batch tokens of the update that --replay repeats. most_tokens:
+        upper limit of `micro_batch_tokens` if the plan chooses them. SystemExit if a CPU's memory
+        is too small to begin.
         """
         if replayed_tokens and self.machine.micro_batch_tokens is None:
             self.micro_batch_tokens = replayed_tokens
@@ -171,8 +172,8 @@ class Job:
         self.engine_memory = plan.engine_memory
 
     def open_loader(self, num_rows: int, fingerprint: str) -> RowOrder:
-        """The order of the rows, from where the checkpoint has left it. SystemExit if that is of
-        other data."""
+        """The order of the rows, continued from the checkpoint. SystemExit if that has other
+        data."""
         loader = RowOrder(num_rows, self.run.seed, fingerprint)
         if self.checkpoint:
             loader.load_state_dict(read_position(self.checkpoint))
@@ -199,8 +200,8 @@ class Job:
         return critic.to(self.world.device)
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
-        """The policy as it was, frozen, in the dtype that FSDP2 would cast it to; with LoRA its
-        base."""
+        """The policy before training, frozen, in the dtype that FSDP2 would cast it to; with LoRA
+        its base."""
         if self.machine.lora_rank:
             return Base(policy)
         self._check_frozen("reference", self.path, "another reference")
@@ -223,14 +224,14 @@ class Job:
         )
 
     def _check_frozen(self, name: str, path: str, other: str) -> None:
-        """Add a frozen model to the identity. SystemExit if the checkpoint was trained beside other
-        weights."""
-        base = weights_identity(Path(path))
-        self.identity[name] = base
+        """Add a frozen model to the run's identity. SystemExit if the checkpoint was trained beside
+        other weights, which the message calls `other`."""
+        weights = weights_identity(Path(path))
+        self.identity[name] = weights
         if self.checkpoint:
-            saved = read_manifest(self.checkpoint).get(name, base)
-            if saved != base:
-                raise SystemExit(f"{self.checkpoint} is of {other}, {saved} and not {base}")
+            saved = read_manifest(self.checkpoint).get(name, weights)
+            if saved != weights:
+                raise SystemExit(f"{self.checkpoint} is of {other}, {saved} and not {weights}")
 
     def _model_options(self, trained: bool) -> dict[str, Any]:
         """Keyword arguments of common.models.load_model."""
@@ -260,7 +261,7 @@ class Job:
 
 
 def default_output_dir(script: str, model: str) -> Path:
-    """runs/SCRIPT-MODEL-TIME; the time is rank 0's. All ranks call it together."""
+    """runs/SCRIPT-MODEL-TIME-PID, with rank 0's time and process. All ranks call it together."""
     stamp = broadcast_object(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     return Path("runs") / f"{script}-{Path(model).name}-{stamp}"
 
@@ -281,6 +282,8 @@ def check_machine(machine: Machine, world: World) -> None:
         "offload": (world.device.type == "cuda", "a GPU"),
     }
     refuse_idle(machine, uses)
+    if machine.lora_rank and "reference" in machine.offload:
+        raise SystemExit("--offload reference has no effect: with LoRA it is the base")
 
 
 def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:
@@ -291,7 +294,7 @@ def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:
     has_lora = machine.lora_rank > 0
     needs_trained_vision = (
         sees and not has_lora,
-        "a vision-language --model, and no --lora-rank: it freezes all",
+        "a vision-language --model, and no --lora-rank, which freezes all else",
     )
     refuse_idle(machine, {"freeze_vision": needs_trained_vision})
     needs_lora = (has_lora, "--lora-rank")
@@ -304,14 +307,12 @@ def checkpoint_identity(script: str, path: Path, machine: Machine) -> dict[str, 
     if machine.lora_rank:
         facts["LoRA"] = [machine.lora_rank, machine.lora_alpha, machine.lora_targets]
         facts["base"] = weights_identity(path)
-        if "reference" in machine.offload:
-            raise SystemExit("--offload reference has no effect: with LoRA it is the base")
     return facts
 
 
 def check_headers(folder: Path) -> None:
-    """Read the header and the length of each file of weights: the engine would be the first to
-    meet a damaged one."""
+    """ValueError if the header or the length of a file of weights is wrong: otherwise only the
+    engine would notice."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             safe_open(file, "pt")
@@ -320,11 +321,13 @@ def check_headers(folder: Path) -> None:
 
 
 def read_position(checkpoint: Path) -> dict:
-    """Where a checkpoint has left the data."""
+    """The position in the data that a checkpoint has saved. SystemExit if it is damaged."""
     position = read_record(checkpoint).get("loader")
-    names = ("consumed", "seed", "num_rows")
-    numbers = [position.get(name) for name in names] if isinstance(position, dict) else [None]
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    is_valid = isinstance(position, dict)
+    if is_valid:
+        numbers = [position.get(name) for name in ("consumed", "seed", "num_rows")]
+        is_valid = all(type(number) is int and number >= 0 for number in numbers)
+    if not is_valid:
         raise SystemExit(
             f"{checkpoint} cannot be loaded (trainer.json has no position in the data): "
             f"{BEGIN_ANEW}"
@@ -432,7 +435,8 @@ def keep_lock(loss: LeaseCompromise) -> None:
     """Go on with the heartbeat of a lock that filelock has given up after an I/O error. End this
     run if another one has taken the lock over."""
     lock = Path(loss.lock_file)
-    # how often in a row the lock was another run's: one that waits moves it away for a moment
+    # consecutive looks that found another run's lock; one proves nothing: a run that waits for the
+    # lock moves it aside for a moment
     num_foreign = 0
     while loss.reason != "owner-changed" and num_foreign < 2:
         with suppress(OSError):

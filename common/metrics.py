@@ -10,9 +10,10 @@ from common.progress import say
 from common.rewards import is_correct
 from common.types import FINISH_REASONS, Episode, by_prompt
 
-RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})  # why an episode seldom ends
+RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})
 MAX_COMPONENTS = 32  # names of numbers that a reward function returns beside the score
-# NAMEs of reward/NAME that are other metrics: numbers of a reward function so called are left out
+# NAMEs for which reward/NAME is another metric: a reward function's own numbers of these names are
+# left out
 RESERVED = {"score", "acc", "mean", "std", "mean_square", "accuracy", "failed"}
 RESERVED |= {"zero_variance_groups", "model_mean", "unscored_steps"}
 
@@ -111,7 +112,8 @@ def add_reward_components(means: Means, scored: list[Episode]) -> None:
             f"warning: rewards have {num_names:g} numbers beside the score: none of them is logged"
         )
         components = []
-    for numbers in [*components, *(episode.terms for episode in scored)]:
+    terms = [episode.terms for episode in scored]
+    for numbers in components + terms:
         for name, number in numbers.items():
             means.add(f"reward/{name}", number)
 

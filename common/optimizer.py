@@ -1,4 +1,4 @@
-"""AdamW with a loss scale, clipping to a global norm, and no step if a gradient is not finite."""
+"""AdamW with a loss scale and a clipped global norm; no step if a gradient is not finite."""
 
 import math
 
@@ -46,8 +46,10 @@ def lr_factor(
 
 
 class GuardedAdamW:
-    """AdamW over a model that is trained, with its loss scale. Metrics are named
-    `prefix`/grad_norm."""
+    """AdamW over a model that is trained, with its loss scale.
+
+    prefix: of the metric `prefix`/grad_norm.
+    """
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class GuardedAdamW:
         return self.loss_scale.scale
 
     def step(self, lr: float) -> Means:
-        """Unscale, clip to the global norm and step; skip the step if a gradient of any rank is not
+        """Unscale, clip the global norm, and step; skip the step if a gradient of any rank is not
         finite.
 
         The norm is that of all shards, so every rank decides alike without a further collective.

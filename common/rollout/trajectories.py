@@ -7,6 +7,7 @@ from itertools import islice
 from math import inf
 
 from common.data.protocols import Call, Code, Protocol, error_text
+from common.engine.protocol import Engine
 from common.flags import Rollout
 from common.pictures import Media
 from common.processes import cpus_of_rank
@@ -33,6 +34,7 @@ OPENING = Call(RESET)
 CLOSING = Call(CLOSE)
 ANSWERING = Call("answer()")
 MAX_TRIED_ROWS = 100  # to find one that the function of --environment can be tried with
+TRIAL = -1  # key of a trial before the first step: no trajectory has it
 
 
 @dataclass
@@ -124,23 +126,24 @@ class Turns:
             if row.environment is not None:
                 columns = row.environment
                 break
-        opening = self._try_environment(OPENING, Transcript(-1, "", columns), RESET)
-        transcript = Transcript(-1, "", columns, opening.text)
+        transcript = Transcript(TRIAL, seed="", columns=columns)
+        opening = self._try_environment(OPENING, transcript, RESET)
+        transcript = replace(transcript, opening=opening.text)
         closing = self._try_environment(CLOSING, transcript, "its reward")
         return closing.info["reward"] is not None
 
     def _try_environment(self, call: Call, transcript: Transcript, label: str) -> ToolReply:
         job = EnvironmentJob(call.name, {}, transcript)
-        self.workers.submit_job(-1, call.name, job, home=-1)
+        self.workers.submit_job(TRIAL, call.name, job, home=TRIAL)
         ((_, reply),) = self.workers.poll(inf)
         if reply.failed:
             raise ValueError(f"--environment: {label} fails on the first row: {reply.text}")
         return reply
 
     def _try_function(self, row: Row) -> None:
-        """Let it answer the row's ground truth, as if the policy had written that. ValueError if it
-        fails."""
-        self._ask_function(-1, row, [{"role": "assistant", "content": row.truth}])
+        """Let the function answer the row's ground truth, as if the policy had written that.
+        ValueError if it fails."""
+        self._ask_function(TRIAL, row, [{"role": "assistant", "content": row.truth}])
         ((_, reply),) = self.workers.poll(inf)
         if reply.failed:
             usage = "it is called as NAME(messages, ground_truth, **interaction_kwargs of the row)"
@@ -152,7 +155,7 @@ class Turns:
 
     def sample(
         self,
-        engine,
+        engine: Engine,
         episodes: list[Episode],
         prompts: Mapping[int, Row],
         max_tokens: int,
@@ -208,7 +211,7 @@ class Turns:
                         go_on(trajectories[key])
 
     def _poll_tools(self, engine_busy: bool, replies: dict[int, ToolReply]) -> None:
-        """Add the replies that have come to `replies`, and begin to decode their pictures."""
+        """Add to `replies` those that have come, and begin to decode their pictures."""
         # wait for a tool only if nothing else is left to do
         timeout_s = 0.0 if engine_busy or replies else 1.0
         for key, reply in self.workers.poll(timeout_s):
@@ -226,7 +229,7 @@ class Turns:
             self.close_or_end(trajectory)
 
     def take_reply(self, trajectory: Trajectory, reply: ToolReply) -> None:
-        """Append what came of the call that the trajectory waited for."""
+        """Process the reply to the call that the trajectory waited for."""
         call = trajectory.call
         trajectory.call = None
         if call is CLOSING:
@@ -304,6 +307,7 @@ class Turns:
         episode = trajectory.episode
         past_calls = []
         for record in episode.calls:
+            # a call that has not reached the environment has no step
             if record["name"] in self.stateful and "step" in record["info"]:
                 past_calls.append(PastCall(record["name"], record["arguments"], record["text"]))
         transcript = Transcript(
@@ -337,7 +341,7 @@ class Turns:
     # --- replies ---
 
     def open_environment(self, trajectory: Trajectory, reply: ToolReply) -> None:
-        """Append what the environment's `reset` returned to the prompt's last message."""
+        """Append the environment's opening to the prompt's last message."""
         episode = trajectory.episode
         row = trajectory.row
         if reply.failed:
@@ -358,7 +362,7 @@ class Turns:
             self.fail(episode, CLOSING, reply.text)
 
     def fail(self, episode: Episode, call: Call, reason: str) -> None:
-        """The trajectory ends, and not through the policy's fault."""
+        """Record a failure that is not the policy's fault, as a call and as the finish_reason."""
         self.add_call(episode, call, ToolReply(reason, failed=True))
         episode.finish_reason = "tool_failed"
 
@@ -378,9 +382,9 @@ class Turns:
         """Append a tool's reply, or the function's, to the trajectory. Returns whether the
         trajectory goes on."""
         episode = trajectory.episode
+        is_program = self.taught_protocol is not None and call is not ANSWERING
         # a program that came as a native call: answer in a role that the template shows
-        is_native = trajectory.protocol is not self.taught_protocol
-        if self.taught_protocol and call is not ANSWERING and is_native:
+        if is_program and trajectory.protocol is not self.taught_protocol:
             reply = replace(reply, role=self.code_reply_role)
         reply, media = self._open_pictures(call, reply)
         if reply.failed:
@@ -420,7 +424,7 @@ class Turns:
                 return reply, reply.opened.result()
             return reply, self.observations.open_pictures(reply)
         except ValueError as error:
-            # `call_tool` sends no such picture, but a tool may have written its reply by itself
+            # `call_tool` sends no such picture, but a tool may itself write to the worker's socket
             text = error_text(f"{call.name}: {error}", reply.role)
             return ToolReply(text, error=True, info=reply.info, role=reply.role), []
 
