@@ -292,7 +292,7 @@ def main(args: Args, demo: bool = False) -> None:
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
 
-        # 1. data
+        # 1. data; 2. rollout and 3. rewards are those of the other scripts
         with watch("data"):
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
             minibatches = one_minibatch(packer, episodes)
@@ -302,7 +302,7 @@ def main(args: Args, demo: bool = False) -> None:
             )
         (minibatch,) = minibatches
 
-        # 2. update
+        # 4. update
         lr = args.learning_rate * lr_factor(
             step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor
         )
@@ -310,7 +310,7 @@ def main(args: Args, demo: bool = False) -> None:
             means = packer.attempt(backward, policy, minibatch, world, scale=optimizer.scale)
             means.merge(optimizer.step(lr))
 
-        # 3. log
+        # 5. log
         metrics = means.reduce() | {
             "optim/lr": lr,
             "optim/loss_scale": optimizer.scale,
@@ -319,7 +319,7 @@ def main(args: Args, demo: bool = False) -> None:
             "data/unreadable": args.batch_size - minibatch.num_sequences,
         }
 
-        # 4. eval, checkpoint
+        # 6. eval, checkpoint
         last = step + 1 == total_steps
         if eval_data and (last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
