@@ -62,7 +62,7 @@ class Args:
     learning_rate: Amount = 1e-5  # peak
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
     warmup_steps: Amount = 0.0  # optimizer steps of linear warm-up; below 1: share of all steps
-    # learning rate that the decay ends at, behind the last step, as a share of the peak
+    # learning rate at the end of the decay, one step after the last, as a share of the peak
     lr_floor: Share = 0.0
     weight_decay: Amount = 0.0  # AdamW, decoupled
     max_grad_norm: Amount = 1.0  # global L2 norm; 0 = no clipping
