@@ -253,8 +253,8 @@ def clipped_loss(
     """PPO's loss of each token [N], and whether a clip is active [N]. `ratio` [N]: the token's
     probability now, divided by that at the time of the rollout.
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at
-    most -A * dual_clip where A < 0 (1912.09729 eq. 5).
+    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); if dual_clip > 0, at most
+    -A * dual_clip where A < 0 (1912.09729 eq. 5).
     """
     loss = -advantages * ratio
     loss_if_clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -430,7 +430,7 @@ def main(args: Args, demo: bool = False) -> None:
     )
     world, device = job.world, job.world.device
     check_rollout(job, args.rollout)
-    job.check_weights(job.path)  # the engine would be the first to miss some
+    job.check_weights(job.path)  # before the engine fails on missing ones
 
     # what samples and scores; the engine before the trainer: it needs the memory while it loads
     data_folder = job.output_dir / "data"
@@ -556,7 +556,7 @@ def main(args: Args, demo: bool = False) -> None:
                     scale=optimizer.scale,
                 )
                 means.merge(update_means)
-                if on_policy:  # and all old log-probs are in
+                if on_policy:  # now all old log-probs are in
                     gap = checked_gap(
                         tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step + 1
                     )
@@ -581,7 +581,7 @@ def main(args: Args, demo: bool = False) -> None:
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
         exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
-        # logged before it is saved: a step that a resume skips is a step on record
+        # log before saving: a step that a resume skips is then always on record
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
         ends = last or exit_code > 0 or unscored.too_many

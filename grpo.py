@@ -97,9 +97,9 @@ class Args:
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
-    # TIS; IcePop, MIS; by response
+    # by trainer / engine probability: TIS (truncate), IcePop and MIS (mask), or by response
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"
-    # truncate: 0, the largest weight; mask, sequence: 0 outside
+    # truncate: 0 and the largest weight; mask, sequence: outside of it the weight is 0
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)
     # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
     kl_reward_coef: Amount = 0.0
@@ -107,7 +107,7 @@ class Args:
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     overlong_buffer: Limit = 0
-    mask_truncated: bool = False  # train on no truncated response
+    mask_truncated: bool = False  # do not train on truncated responses
     # replace groups of equal scores, in at most so many rounds of sampling; 0: keep them
     dynamic_sampling: Limit = 0
     # draw so many times the prompts, train on the groups whose scores deviate most
@@ -221,8 +221,8 @@ def clipped_loss(
     """PPO's loss of each token [N], and whether a clip is active [N]. `ratio` [N]: the token's
     probability now, divided by that at the time of the rollout.
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at
-    most -A * dual_clip where A < 0 (1912.09729 eq. 5).
+    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); if dual_clip > 0, at most
+    -A * dual_clip where A < 0 (1912.09729 eq. 5).
     """
     loss = -advantages * ratio
     loss_if_clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -258,8 +258,8 @@ def engine_correction(
     low: float,
     high: float,
 ) -> Tensor:
-    """Constant weight of each token [N] for having been sampled by the engine, w = trainer's /
-    engine's probability.
+    """Weight of each token [N], without a gradient, that corrects for the engine's having sampled
+    it. w = trainer's / engine's probability.
 
     truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high,
     else 0 (IcePop, arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over
@@ -281,8 +281,8 @@ def kl_estimate(
     """Per-token estimate [N] of KL(policy || reference), d = log policy - log reference
     (joschu.net/blog/kl-approx).
 
-    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, gradient
-    through both: the one that is right off-policy as well (DeepSeek-V3.2, arXiv 2512.02556 sec.
+    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, with
+    gradients through both factors; also right off-policy (DeepSeek-V3.2, arXiv 2512.02556 sec.
     3.1).
     """
     d = (logprobs - ref_logprobs).clamp(-20, 20)
@@ -566,7 +566,7 @@ def check_args(args: Args) -> None:
             f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}"
         )
     if args.overlong_buffer >= args.rollout.max_response_tokens:
-        raise SystemExit("--overlong-buffer: below --max-response-tokens")
+        raise SystemExit("--overlong-buffer must be below --max-response-tokens")
     if not 1 <= args.oversample <= 100:
         raise SystemExit(f"--oversample {args.oversample}: must be from 1 to 100")
     if args.dynamic_sampling == 1:
@@ -613,7 +613,7 @@ def main(args: Args, demo: bool = False) -> None:
     world, device = job.world, job.world.device
     needs_reference = has_kl(args) and training
     check_rollout(job, args.rollout)
-    job.check_weights(job.path)  # the engine would be the first to miss some
+    job.check_weights(job.path)  # before the engine fails on missing ones
 
     # what samples and scores; the engine before the trainer: it needs the memory while it loads
     data_folder = job.output_dir / "data"
@@ -749,7 +749,7 @@ def main(args: Args, demo: bool = False) -> None:
                     scale=optimizer.scale,
                 )
                 means.merge(update_means)
-                if on_policy:  # and all old log-probs are in
+                if on_policy:  # now all old log-probs are in
                     gap = checked_gap(
                         tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step + 1
                     )
@@ -775,7 +775,7 @@ def main(args: Args, demo: bool = False) -> None:
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
         exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
-        # logged before it is saved: a step that a resume skips is a step on record
+        # log before saving: a step that a resume skips is then always on record
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
         ends = last or exit_code > 0 or unscored.too_many

@@ -11,19 +11,20 @@ Where this differs from the papers and from most implementations:
    the initial policy's returns.
 2. One denominator for both losses, of the whole optimizer step: gradients do not depend on how a
    batch is split.
-3. Advantages are whitened over all trained tokens of the step on all ranks, after the returns
-   have been taken.
+3. Advantages are whitened over all trained tokens of the step on all ranks. The critic's targets
+   are not: they are the plain returns, whatever --gae-lambda.
 4. Only sampled tokens have values and rewards; GAE runs over them as if observations between them
    were not there.
 
-Functions that grpo.py has, too, are the same there, word for word.
+Functions that grpo.py also has are the same there, word for word, except for policy_loss,
+check_args and main.
 
     torchrun --nproc_per_node 2 ppo.py    # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 2 ppo.py --model Qwen/Qwen2.5-3B \\
         --train-data data/countdown/train.parquet --max-response-tokens 1024
 
-Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their trained tokens, N
-those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
+Names: E episodes on this rank, T their trained tokens, N those of a micro-batch. Everything per
+token is flat ([T] or [N]): there is no padding to mask.
 """
 
 import math
@@ -90,7 +91,7 @@ class Args:
     common/flags.py."""
 
     gamma: Share = 1.0  # discount per token
-    # GAE's lambda; of the advantages, the critic's targets are the plain returns
+    # GAE's lambda for the advantages; the critic's targets are the plain returns
     gae_lambda: Share = 1.0
     # mean over tokens; over sequences; constant length
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
@@ -101,9 +102,9 @@ class Args:
     minibatches: Count = 4  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
-    # TIS; IcePop, MIS; by response
+    # by trainer / engine probability: TIS (truncate), IcePop and MIS (mask), or by response
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"
-    # truncate: 0, the largest weight; mask, sequence: 0 outside
+    # truncate: 0 and the largest weight; mask, sequence: outside of it the weight is 0
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)
     # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
     kl_reward_coef: Amount = 0.0
@@ -111,11 +112,11 @@ class Args:
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     overlong_buffer: Limit = 0
-    mask_truncated: bool = False  # train on no truncated response
+    mask_truncated: bool = False  # do not train on truncated responses
     # backbone of the critic, with the same tokenizer; default: --model
     critic_model: str | None = None
-    reward_model: str | None = None  # a transformers sequence classifier, scores besides the rule
-    reward_model_weight: float = 1.0  # what is trained on is the rule's score + this * the model's
+    reward_model: str | None = None  # transformers sequence classifier; adds to the rule's score
+    reward_model_weight: float = 1.0  # reward: the rule's score + this * the model's
     learning_rate: Amount = 1e-6  # peak
     critic_learning_rate: Amount = 1e-5  # peak, of the critic
     critic_warmup_steps: Limit = 0  # first steps, in which the critic is trained alone
@@ -166,14 +167,14 @@ class Critic(torch.nn.Module):
         self.model = model.base_model
         self.attention = attention
         self.vision = vision
-        # they have no data if the model is on the meta device
+        # for their shape and dtype: they have no data if the model is on the meta device
         embeddings = self.model.get_input_embeddings().weight
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
         self.head = torch.nn.Parameter(torch.zeros(embeddings.shape[1], dtype=dtype))
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Value [N], float32, of the state in which each trained token was chosen: that at the
-        token before it."""
+        """Value [N], float32, of the state in which each trained token was chosen, from the hidden
+        state at the token before it."""
         hidden = hidden_states(self.model, batch, self.attention, self.vision)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return (hidden.to(dtype) * self.head.to(dtype)).sum(-1)
@@ -212,11 +213,11 @@ def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: f
     """Generalized advantage estimates (arXiv 1506.02438 eq. 16): rewards, values [T] -> [T].
 
     A_t = delta_t + gamma lam A_t+1, delta_t = r_t + gamma V_t+1 - V_t, over an episode's trained
-    tokens; then V = 0.
+    tokens; after them V = 0.
     """
     places = torch.arange(len(index)) - index.offsets[index.episode_of_token]
     longest = int(index.lengths.max()) if len(index) else 0
-    # [2, E, L], zeros behind the end of an episode
+    # [2, E, L], zeros after the end of an episode
     table = torch.zeros((2, len(index.lengths), longest), dtype=torch.float64)
     table[:, index.episode_of_token, places] = torch.stack([rewards, values]).double()
     advantages = torch.zeros_like(table[0])  # [E, L]
@@ -246,13 +247,13 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Loss of each value [N], and whether its clip is active [N].
 
-    (V - R)^2 / 2; with a clip above 0 at least (clip(V) - R)^2 / 2, where clip(V) is V limited to
-    `clip` around its old value (from the code of arXiv 1707.06347).
+    (V - R)^2 / 2; if clip > 0, the larger of that and (clip(V) - R)^2 / 2, where clip(V) is V
+    limited to `clip` around its old value (from the code of arXiv 1707.06347).
     """
     error = (values - returns).square()
     if not clip:
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
-    clipped_values = values.clamp(old_values - clip, old_values + clip)  # inside: exactly V
+    clipped_values = values.clamp(old_values - clip, old_values + clip)  # exactly V in the range
     clipped_error = (clipped_values - returns).square()
     return 0.5 * torch.maximum(error, clipped_error), clipped_error > error
 
@@ -271,8 +272,8 @@ def clipped_loss(
     """PPO's loss of each token [N], and whether a clip is active [N]. `ratio` [N]: the token's
     probability now, divided by that at the time of the rollout.
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); with a dual clip above 0 at
-    most -A * dual_clip where A < 0 (1912.09729 eq. 5).
+    max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347 eq. 7); if dual_clip > 0, at most
+    -A * dual_clip where A < 0 (1912.09729 eq. 5).
     """
     loss = -advantages * ratio
     loss_if_clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -293,8 +294,8 @@ def engine_correction(
     low: float,
     high: float,
 ) -> Tensor:
-    """Constant weight of each token [N] for having been sampled by the engine, w = trainer's /
-    engine's probability.
+    """Weight of each token [N], without a gradient, that corrects for the engine's having sampled
+    it. w = trainer's / engine's probability.
 
     truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high,
     else 0 (IcePop, arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over
@@ -316,8 +317,8 @@ def kl_estimate(
     """Per-token estimate [N] of KL(policy || reference), d = log policy - log reference
     (joschu.net/blog/kl-approx).
 
-    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, gradient
-    through both: the one that is right off-policy as well (DeepSeek-V3.2, arXiv 2512.02556 sec.
+    k1: d. k2: d^2 / 2. k3: exp(-d) - 1 + d. k3-is: k3 times the ratio policy / old, with
+    gradients through both factors; also right off-policy (DeepSeek-V3.2, arXiv 2512.02556 sec.
     3.1).
     """
     d = (logprobs - ref_logprobs).clamp(-20, 20)
@@ -550,7 +551,7 @@ def check_args(args: Args) -> None:
             f"--correction-range {low:g} {high:g}: truncate has no lower bound, give 0 {high:g}"
         )
     if args.overlong_buffer >= args.rollout.max_response_tokens:
-        raise SystemExit("--overlong-buffer: below --max-response-tokens")
+        raise SystemExit("--overlong-buffer must be below --max-response-tokens")
     check_critic_warmup(args, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
@@ -597,7 +598,7 @@ def resolve_critic(job: Job, name: str | None) -> str:
         tokenizer = load_tokenizer(folder, trust_remote_code)
         vision = load_vision(folder, job.limits, trust_remote_code)
     if tokenizer.get_vocab() != job.tokenizer.get_vocab():
-        raise SystemExit(f"--critic-model {name}: another tokenizer")
+        raise SystemExit(f"--critic-model {name}: its tokenizer is not the policy's")
     if (vision is None) != (job.vision is None):
         raise SystemExit(f"--critic-model {name}: only one of policy and critic reads pictures")
     if folder != job.path:
@@ -630,7 +631,7 @@ def main(args: Args, demo: bool = False) -> None:
     world, device = job.world, job.world.device
     needs_reference = has_kl(args) and training
     check_rollout(job, args.rollout)
-    job.check_weights(job.path)  # the engine would be the first to miss some
+    job.check_weights(job.path)  # before the engine fails on missing ones
     critic_folder = resolve_critic(job, args.critic_model)
     reward_folder = resolve_reward_model(args)
 
@@ -646,7 +647,7 @@ def main(args: Args, demo: bool = False) -> None:
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
-    check_critic_warmup(args, total_steps)  # again: the data have settled --total-epochs
+    check_critic_warmup(args, total_steps)  # again: the steps of --total-epochs are known now
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,
@@ -816,7 +817,7 @@ def main(args: Args, demo: bool = False) -> None:
                     scale=optimizer.scale,
                 )
                 means.merge(update_means)
-                if on_policy:  # and all old log-probs are in
+                if on_policy:  # now all old log-probs are in
                     gap = checked_gap(
                         tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step + 1
                     )
@@ -847,7 +848,7 @@ def main(args: Args, demo: bool = False) -> None:
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
         exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
-        # logged before it is saved: a step that a resume skips is a step on record
+        # log before saving: a step that a resume skips is then always on record
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
         ends = last or exit_code > 0 or unscored.too_many

@@ -16,7 +16,7 @@ def token_logprobs(
 
     hidden [N, H] and weight [V, H] in any floating dtype, targets [N] int64 -> two [N] tensors in
     float32 (float64 for float64 inputs). Logits are recomputed in backward, a slice at a time; peak
-    memory grows with H, not with N x V.
+    memory grows with (N + V) x H, not with N x V.
     """
     return _TokenLogprobs.apply(hidden, weight, targets, temperature)
 
@@ -45,11 +45,13 @@ class _TokenLogprobs(torch.autograd.Function):
             for rows in _slices(hidden, weight):
                 logits = _logits(hidden[rows], head, temperature)
                 highest = logits.amax(-1)
-                exponentials = logits.sub_(highest[:, None]).exp()
+                shifted = logits.sub_(highest[:, None])
+                exponentials = shifted.exp()
                 total = exponentials.sum(-1)
-                logsumexp[rows] = highest + total.log()
-                logprobs[rows] = logits.gather(-1, targets[rows, None]).squeeze(-1) - total.log()
-                entropy[rows] = total.log() - exponentials.mul_(logits).sum(-1) / total
+                log_total = total.log()
+                logsumexp[rows] = highest + log_total
+                logprobs[rows] = shifted.gather(-1, targets[rows, None]).squeeze(-1) - log_total
+                entropy[rows] = log_total - exponentials.mul_(shifted).sum(-1) / total
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy)
         ctx.temperature = temperature
         return logprobs, entropy
@@ -69,7 +71,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # written once.
             for words in _slices(weight, hidden):
                 logp = _logits(hidden, head[words], ctx.temperature).sub_(logsumexp[:, None])
-                # Targets outside of the slice add zero somewhere inside: to select the others
+                # A target outside of the slice adds zero somewhere inside: to select those inside
                 # would make the host wait for the GPU.
                 inside = (targets >= words.start) & (targets < words.stop)
                 places = (targets - words.start).clamp(0, logp.shape[1] - 1)

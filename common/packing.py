@@ -43,7 +43,8 @@ class MicroBatch:
     slots: Tensor  # [S] int64: where in the row the placeholders of pictures are
     features: Tensor  # [S] int64: which feature belongs there, of those of `media` in order
     media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
-    # lengths of the row's segments in tokens, a list for each prompt: [prompt, response, ...]
+    # lengths of the row's segments in tokens, a list for each prompt: [prompt, response, ...]; the
+    # padding has a list of its own
     units: list[list[int]]
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -331,7 +332,7 @@ class _Row:
                 self.pictures.setdefault(media, []).append(row_start + place - start)
 
     def pad(self, multiple: int) -> None:
-        """Fill the row up to a positive multiple of so many tokens."""
+        """Pad the row to a multiple of `multiple` tokens; an empty row gets that many."""
         length = len(self.input_ids)
         num_blocks = max(ceil(length / multiple), 1)
         padding = num_blocks * multiple - length

@@ -39,7 +39,7 @@ def with_replies(prompt: list[dict], replies: list[dict]) -> list[dict]:
 class Row:
     """A prompt of a data set, as the engine gets it, with the arguments of its reward function."""
 
-    # position in the concatenated files, whatever was dropped: the prompt's identity for seeds
+    # position in the concatenated files, dropped rows counted: the prompt's identity for seeds
     index: int
     data_source: str
     prompt: Prompt
@@ -71,7 +71,8 @@ class Episode:
     """One trajectory. Training uses exactly the `response_ids` whose `loss_mask` is 1, and no text
     is encoded again."""
 
-    # place in the step's global batch, or Row.index: episodes that share it share `prompt_ids`
+    # place in the step's global batch, or Row.index: episodes that share it have the same prompt,
+    # up to what an environment's `reset` adds
     prompt_index: int
     sample_index: int  # which of the prompt's samples
     prompt_ids: list[int]
@@ -90,13 +91,14 @@ class Episode:
     # in the order of their placeholders: the prompt's, then others
     media: list[Media] = field(default_factory=list)
     turns: int = 0  # sampled so far
-    # of tools: turn, name, arguments, text, error, info; media added
+    # of tools: {turn, name, arguments, text, error, info, media: number of pictures in the reply}
     calls: list[dict] = field(default_factory=list)
     # with tools: the turns and what answered them, as a chat
     messages: list[dict] = field(default_factory=list)
     opening: str = ""  # text of an environment's `reset`, at the end of the prompt
+    # of an environment that is a class, for the whole trajectory
     environment_reward: float | None = None
-    # of an environment: (number of tokens sampled by then, reward)
+    # of one that is a function: (number of tokens sampled by then, reward)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     model_reward: float | None = None  # of --reward-model
     row: int | None = None  # `Row.index` of its prompt
@@ -130,7 +132,7 @@ FINISH_REASONS = {
     "length": "--max-response-tokens, or an observation that would exceed it",
     "turn_length": "--max-turn-tokens",
     "max_turns": "--max-turns: a tool was called in the last one",
-    "unanswered": "--max-turns: the function of --environment had more to say",
+    "unanswered": "--max-turns: the function of --environment replied to the last turn as well",
     "done": "the environment's `done`",
     "max_images": "--max-images: a tool returned more",
     "max_tool_errors": "--max-tool-errors",
@@ -162,7 +164,7 @@ class Sampling:
 class Request:
     """A request to an engine: `sampling.n` completions; sample j is drawn with seed + j."""
 
-    key: int
+    key: int  # comes back with the completions
     prompt_ids: list[int]  # with one placeholder for each token of each of `media`
     sampling: Sampling
     seed: int

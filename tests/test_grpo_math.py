@@ -533,7 +533,7 @@ def test_guarded_step_without_any_gradient_changes_nothing():
         ("--minibatches 64", "--minibatches 64 of --prompts-per-step 32"),
         ("--samples-per-prompt 1", "--samples-per-prompt 1: no group"),
         ("--dynamic-sampling 1", "--dynamic-sampling 1 never refills"),
-        ("--overlong-buffer 256", "--overlong-buffer: below --max-response-tokens"),
+        ("--overlong-buffer 256", "--overlong-buffer must be below --max-response-tokens"),
         ("--prompts-per-step 0", "--prompts-per-step 0: must be above 0"),
         ("--reward-timeout 0", "--reward-timeout 0.0: must be above 0"),
         ("--learning-rate nan", "--learning-rate nan: must be a number"),

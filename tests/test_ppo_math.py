@@ -452,7 +452,9 @@ def test_a_critic_reads_what_the_policy_reads():
         )
 
     assert ppo.resolve_critic(policy("tiny"), "tiny") == str(FOLDERS["tiny"])
-    with pytest.raises(SystemExit, match="--critic-model tiny-vl: another tokenizer"):
+    with pytest.raises(
+        SystemExit, match="--critic-model tiny-vl: its tokenizer is not the policy's"
+    ):
         ppo.resolve_critic(policy("tiny"), "tiny-vl")
     message = "--critic-model tiny-vl: only one of policy and critic reads pictures"
     with pytest.raises(SystemExit, match=message):

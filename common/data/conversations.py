@@ -25,11 +25,11 @@ from common.data.media import count_tokens, open_media
 from common.data.protocols import native_calls, spacing
 from common.data.render import (
     after_last_turn,
-    as_text,
     breakdowns_as_bad_rows,
     default_system,
     encode,
     end_of_text,
+    with_control_tokens_spaced,
     without_spaces,
 )
 from common.data.rows import RowFiles
@@ -315,7 +315,7 @@ class Conversations:
                 raise BadRow(
                     f"spells {placeholder}, which stands for a picture: write <image> or <video>"
                 )
-        messages = as_text(conversation.messages, self.space_control_tokens)
+        messages = with_control_tokens_spaced(conversation.messages, self.space_control_tokens)
         return replace(conversation, messages=messages), messages != conversation.messages
 
     def _picture_tokens(self, index: int, conversation: Conversation) -> list[int]:

@@ -18,9 +18,9 @@ from common.data.media import Picture, picture_sources
 from common.data.protocols import CALL_ID, CLOSE, OPEN
 from common.data.render import (
     DEFAULT_SYSTEM,
+    parse_call_arguments,
     parsed,
     split_marks,
-    with_arguments,
     with_tools,
     without_nulls,
 )
@@ -239,7 +239,7 @@ def function_schema(tool: Mapping) -> dict:
 
 def kept(message: Mapping) -> dict:
     """The keys of a message, beside role and content, that a template may read, without nulls."""
-    return with_arguments(without_nulls({key: message.get(key) for key in KEPT}))
+    return parse_call_arguments(without_nulls({key: message.get(key) for key in KEPT}))
 
 
 def tool_call_message(value: str, native: object) -> dict:
@@ -255,7 +255,7 @@ def tool_call_message(value: str, native: object) -> dict:
         calls = [calls]
     tool_calls = [{"type": "function", "id": CALL_ID, "function": call} for call in calls]
     # this also makes objects of the arguments in `calls`
-    message = with_arguments({"content": "", "tool_calls": tool_calls})
+    message = parse_call_arguments({"content": "", "tool_calls": tool_calls})
     if native:
         return message
     texts = [f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls]

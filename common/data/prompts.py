@@ -275,7 +275,7 @@ class PromptData:
         tools = {name: self.tools[name] for name in kwargs_of_tool}
         spaced_prompt = prompt
         if not isinstance(prompt, str):
-            spaced_prompt = render.as_text(prompt, self.space_control_tokens)
+            spaced_prompt = render.with_control_tokens_spaced(prompt, self.space_control_tokens)
         has_control_tokens = spaced_prompt != prompt
         messages = render.to_messages(spaced_prompt, self.tokenizer, tools, pictures=bool(pictures))
         return Prepared(prompt, messages, pictures, kwargs_of_tool, has_control_tokens)

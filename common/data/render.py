@@ -22,11 +22,11 @@ from common.types import Prompt, Tool, is_continued
 
 # A single user message with one of these is a whole prompt, rendered already, as TinyZero's are.
 RENDERED_MARKS = ("\nAssistant:", "<|im_start|>assistant")
-# roles whose words are not those of the data set's author
-NOT_OURS = ("user", "tool", "observation")
+# roles in whose messages a control token is only text
+UNTRUSTED_ROLES = ("user", "tool", "observation")
 # in front of the tools, if neither the row nor the template has a system message
 DEFAULT_SYSTEM = "You are a helpful assistant."
-MARK = "\u2603"  # a text that no chat template has: it shows where a message's content goes
+PROBE = "\u2603"  # a text that no chat template has: it shows where a message's content goes
 
 
 def bare_text(prompt: Prompt) -> str:
@@ -46,14 +46,12 @@ def clean_prompt(prompt: Prompt) -> Prompt:
         if any(mark in content for mark in RENDERED_MARKS):
             return content
     # Arrow fills the keys that only other rows have with nulls, and templates ask `is defined`.
-    return [with_arguments(message) for message in without_nulls(prompt)]
+    return [parse_call_arguments(message) for message in without_nulls(prompt)]
 
 
-def with_arguments(message: dict) -> dict:
-    """The message itself, in which arguments of tool_calls are objects.
-
-    OpenAI writes them as JSON text.
-    """
+def parse_call_arguments(message: dict) -> dict:
+    """Make objects of the arguments of tool_calls, in place; OpenAI writes them as JSON text.
+    Returns the message."""
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -70,7 +68,7 @@ def parsed(text: str, column: str) -> Any:
 
 
 def without_nulls(value):
-    """A value of JSON in which dicts, however deep, lack the keys whose value is None."""
+    """A JSON value without the keys whose value is None, at any depth."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -78,14 +76,12 @@ def without_nulls(value):
     return value
 
 
-def as_text(messages: list[dict], spaced: Callable[[str], str]) -> list[dict]:
-    """Messages in which control tokens that a user or a tool spells are text.
-
-    spaced: what `spacing` returns.
-    """
+def with_control_tokens_spaced(messages: list[dict], spaced: Callable[[str], str]) -> list[dict]:
+    """Messages in which control tokens are spaced where a user or a tool spells them: they are
+    encoded as text. `spaced` comes from common/data/protocols.py's `spacing`."""
     cleaned = []
     for message in messages:
-        if message["role"] in NOT_OURS:
+        if message["role"] in UNTRUSTED_ROLES:
             message = message | {"content": spaced_content(message["content"], spaced)}
         cleaned.append(message)
     return cleaned
@@ -182,8 +178,8 @@ def encode(tokenizer, text: str) -> list[int]:
 def beginning_ids(tokenizer, prompt: Prompt) -> list[int]:
     """Ids to put in front of a prompt that is a text, as the tokenizer itself does.
 
-    Those of Llama-3, Gemma and Mistral put one token there. None are needed if the text begins with
-    them, nor for messages, whose chat template puts them there.
+    The tokenizers of Llama-3, Gemma and Mistral put one token there. None are needed if the text
+    begins with them, nor for messages, whose chat template puts them there.
     """
     if not isinstance(prompt, str):
         return []
@@ -194,17 +190,18 @@ def beginning_ids(tokenizer, prompt: Prompt) -> list[int]:
 
 @cache
 def _beginning_ids(tokenizer) -> list[int]:
-    text = encode(tokenizer, "a")
-    whole = tokenizer.encode("a")
-    for start in range(len(whole)):
-        if whole[start : start + len(text)] == text:
-            return whole[:start]
+    text_ids = encode(tokenizer, "a")
+    ids = tokenizer.encode("a")
+    for start in range(len(ids)):
+        if ids[start : start + len(text_ids)] == text_ids:
+            return ids[:start]
     return []
 
 
 @contextmanager
 def breakdowns_as_bad_rows() -> Iterator[None]:
-    """The package tokenizers panics at millions of blanks in a row, not with an `Exception`."""
+    """Raise BadRow for a panic of the package tokenizers, which is no `Exception`: millions of
+    consecutive blanks cause one."""
     try:
         yield
     except BaseException as error:
@@ -224,13 +221,13 @@ def default_system(tokenizer) -> str:
 @cache
 def _default_system(tokenizer, chat_template: str) -> str:
     question = {"role": "user", "content": "-"}
-    system = {"role": "system", "content": MARK}
+    system = {"role": "system", "content": PROBE}
     try:
         without_system = tokenizer.apply_chat_template([question], tokenize=False)
         with_system = tokenizer.apply_chat_template([system, question], tokenize=False)
     except (TemplateError, TypeError, ValueError):  # a template without such a role
         return DEFAULT_SYSTEM
-    before, _, after = with_system.partition(MARK)
+    before, _, after = with_system.partition(PROBE)
     text_length = len(without_system) - len(before) - len(after)
     if without_system.startswith(before) and without_system.endswith(after) and text_length > 0:
         return without_system[len(before) : len(before) + text_length]
@@ -272,7 +269,7 @@ def split_marks(content: str) -> list[dict]:
 
 
 def ignored_request(record: Mapping, tools: Mapping[str, Tool], answered: str) -> str:
-    """What verl's columns ask for in a row and these flags do not provide; "" if nothing.
+    """What verl's columns ask for in a row and the flags do not provide; "" if nothing.
 
     answered: as in `answer_kwargs`.
     """
@@ -379,12 +376,12 @@ def after_last_turn(tokenizer) -> str:
 
 @cache
 def _after_last_turn(tokenizer, chat_template: str, eos_token: str | None) -> str:
-    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": PROBE}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, TypeError, ValueError):
         return ""  # it wants other messages: the rows will show what is wrong
-    before, _, after = text.rpartition(MARK)
+    before, _, after = text.rpartition(PROBE)
     return after if before else ""
 
 
@@ -422,6 +419,6 @@ def end_turns_properly(tokenizer, processor) -> None:
         tokenizer.eos_token = end_token
     if (tokenizer.eos_token or "") not in after_last_turn(tokenizer):
         say(
-            f"warning: the chat template puts no {tokenizer.eos_token} behind a turn: none is "
+            f"warning: the chat template puts no {tokenizer.eos_token} after a turn: none is "
             "trained by sft.py"
         )

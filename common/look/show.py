@@ -10,11 +10,11 @@ import pyarrow as pa
 from common.data.protocols import spacing
 from common.data.render import (
     apply_template,
-    as_text,
     bare_text,
     beginning_ids,
     clean_prompt,
     to_messages,
+    with_control_tokens_spaced,
 )
 from common.data.rows import RowFiles, records
 from common.data.verl import row_problem, to_verl, truth_of
@@ -107,7 +107,7 @@ def as_given(record: dict, tokenizer) -> Prompt:
     """A row's prompt as the chat template gets it, without --tools; pictures are their marks."""
     prompt = clean_prompt(record["prompt"])
     if not isinstance(prompt, str):
-        prompt = as_text(prompt, spacing(tokenizer))
+        prompt = with_control_tokens_spaced(prompt, spacing(tokenizer))
     return to_messages(prompt, tokenizer)
 
 
