@@ -1,4 +1,4 @@
-"""config.json of a run folder: flags, command, commit, versions, hardware."""
+"""config.json of a run folder: flags, command, version, commit, packages, hardware."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -30,10 +31,11 @@ def save_config(run_dir: Path, args: dict, **chosen: str | float) -> None:
 
 
 def describe_machine() -> dict:
-    """{"git", "versions", "hardware"} of this process."""
+    """{"version", "git", "versions", "hardware"} of this process."""
     import torch
 
     return {
+        "version": project_version(),
         "git": git_commit(),
         "versions": {
             "python": platform.python_version(),
@@ -56,6 +58,15 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def project_version() -> str | None:
+    """Version in the pyproject.toml beside common/; without that file, as after `pip install .`,
+    the version of the installed package. None if neither has one."""
+    path = Path(__file__).parents[1] / "pyproject.toml"
+    if not path.is_file():
+        return installed_version("minimal-rl")
+    return tomllib.loads(path.read_text()).get("project", {}).get("version")
 
 
 def git_commit() -> str | None:

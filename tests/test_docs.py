@@ -417,6 +417,68 @@ def test_the_chinese_readme_has_the_same_code():
     assert blocks("README_zh.md") == blocks("README.md")
 
 
+@pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
+def test_the_readme_says_how_large_the_project_is(page):
+    """Lines of the scripts and of common/, within 10 %."""
+    for name in (*SCRIPTS, "common/"):
+        files = [ROOT / name] if name in SCRIPTS else [*(ROOT / name).rglob("*.py")]
+        lines = sum(len(file.read_text().splitlines()) for file in files)
+        (stated,) = re.findall(rf"`{re.escape(name)}`\s+([\d,]+)", text(page))
+        stated = int(stated.replace(",", ""))
+        assert abs(stated - lines) < 0.1 * lines, f"{page}: {name} has {lines} lines"
+
+
+def calls(node: ast.AST) -> list[ast.Call]:
+    """In the order of the text."""
+    found = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+
+def is_shortened(short: ast.Call, call: ast.Call) -> bool:
+    """The same function, with some of the arguments in their order; what is left out may be `...`.
+    Arguments that are calls themselves are compared on their own."""
+    if ast.unparse(short.func) != ast.unparse(call.func):
+        return False
+    arguments = iter([ast.unparse(argument) for argument in call.args])
+    kept = [
+        ast.unparse(argument)
+        for argument in short.args
+        if not isinstance(argument, ast.Call) and ast.unparse(argument) != "..."
+    ]
+    return all(argument in arguments for argument in kept)
+
+
+def not_in_loop(excerpt: str, script: str) -> list[str]:
+    """Calls and targets of an excerpt that the main of a script does not have in this order."""
+    (main,) = [node for node in tree(ROOT / script).body if getattr(node, "name", "") == "main"]
+    remaining = iter(calls(main))
+    targets = [
+        ast.unparse(target)
+        for node in ast.walk(main)
+        for target in (node.targets if isinstance(node, ast.Assign) else [])
+    ]
+    parsed = ast.parse(excerpt)
+    wrong = [
+        ast.unparse(short)
+        for short in calls(parsed)
+        if not any(is_shortened(short, call) for call in remaining)
+    ]
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) not in targets:
+            wrong.append(ast.unparse(node.targets[0]))
+    return wrong
+
+
+def test_the_loop_of_the_readme_is_that_of_the_script():
+    (excerpt,) = [content for language, content in blocks("README.md") if language == "python"]
+    assert len(calls(ast.parse(excerpt))) >= 8
+    assert not_in_loop(excerpt, "grpo.py") == []
+    renamed = excerpt.replace("packer.attempt(backward", "packer.attempt(forward")
+    assert not_in_loop(renamed, "grpo.py")
+    reordered = excerpt.replace("sync_engine(engine, policy, step)", "optimizer.step(lr)")
+    assert not_in_loop(reordered, "grpo.py")
+
+
 @pytest.fixture(scope="module")
 def example(tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder in which the README's snippets have been pasted, and the command that follows

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import tomllib
 import types
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import deadline, run_script
+from helpers import ROOT, deadline, run_script
 
 from common import config as machine
 from common import distributed, ending, logger, script, trackers
@@ -555,7 +556,22 @@ def test_config(tmp_path):
     assert config["chosen"] == {"dtype": "torch.float32", "attention": "sdpa"}
     assert config["versions"]["torch"] == torch.__version__ and config["versions"]["transformers"]
     assert "git" in config and config["hardware"]["cpus"] == usable_cpus()
+    assert config["version"] == machine.project_version()
     assert os.uname().nodename not in (tmp_path / "new" / "config.json").read_text()
+
+
+def test_the_version_of_a_run_is_that_of_pyproject(tmp_path, monkeypatch):
+    """With git or without; where `pip install .` has copied common/, it is the package's."""
+    written = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert machine.project_version() == written
+    (tmp_path / "common").mkdir()
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "common/config.py"))
+    monkeypatch.setattr(machine, "installed_version", {"minimal-rl": "7.1"}.get)
+    assert machine.project_version() == "7.1"
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "8.2"\n')
+    assert machine.project_version() == "8.2"
+    (tmp_path / "pyproject.toml").write_text("")
+    assert machine.project_version() is None
 
 
 def git(folder, *command):

@@ -26,6 +26,7 @@ SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied
 }
 MADE = {
     "runs/gsm8k/model": "0.5B",
+    "runs/gsm8k-defaults/model": "0.5B",
     "runs/warm-start/model": "VL-7B",
     "runs/curiosity/model": "VL-7B",
 }
@@ -138,6 +139,17 @@ def test_recipes_and_their_cards_are_found():
         "Qwen2.5-1.5B --output-dir runs/tinyzero-1.5B" in command
         for _, command in found["docs/recipes.md"]
     )
+
+
+def test_tinyzeros_3b_fits_on_two_cards(folders, monkeypatch):
+    """docs/recipes.md: as the command for 1.5B, with torchrun on two GPUs; on one it would not."""
+    (command,) = [
+        command for _, command in recipes("docs/recipes.md") if "tinyzero-1.5B" in command
+    ]
+    larger = command.replace("1.5B", "3B")
+    on_two = larger.replace("python ppo.py", "torchrun --nproc_per_node 2 ppo.py")
+    assert gigabytes(on_two, 80, folders, monkeypatch) < ROOM * 80
+    assert gigabytes(larger, 80, folders, monkeypatch) > ROOM * 80
 
 
 def test_a_recipe_that_does_not_fit_is_found(folders, monkeypatch):
