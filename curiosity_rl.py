@@ -1,9 +1,9 @@
 """Curiosity-driven RL of visual tool use (Pixel Reasoner, arXiv 2505.15966).
 
 A vision-language policy may look closer (crop an image, pick frames of a video) before it answers
-in \\boxed{}. At first looking may pay less than guessing, and plain GRPO unlearns it. A bonus for
+in \\boxed{}. Looking may pay less than guessing at first, and plain GRPO unlearns it. A bonus for
 trajectories that look, while few of their group do, keeps it alive until it pays. The reward is
-what is new here (below "new to curiosity"). Of grpo.py's objective the clipped loss alone is left:
+what is new here (below "new to curiosity"). Only the clipped loss is left of grpo.py's objective:
 no KL, corrections, dual clip or entropy bonus.
 
 Where this differs from the released code:
@@ -23,8 +23,8 @@ Where this differs from the released code:
     python curiosity_rl.py --eval-only --model runs/curiosity/model \\
         --eval-data vstar.parquet --max-response-tokens 8192
 
-Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their trained tokens, N
-those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
+Names: E episodes on this rank, T their trained tokens, N those of a micro-batch. Everything per
+token is flat ([T] or [N]): there is no padding to mask.
 """
 
 import math
@@ -84,15 +84,16 @@ from common.types import Episode, by_prompt
 
 @dataclass
 class Args:
-    """Pixel Reasoner's reward, objective and optimizer. What scripts share comes in groups:
+    """Pixel Reasoner's reward, objective and optimizer. Flags that scripts share are in
     common/flags.py."""
 
     # bonus and cost: the paper's, its code's, neither
     curiosity: Literal["paper", "repo", "none"] = "paper"
     curiosity_alpha: Amount = 0.5  # weight of the bonus
-    curiosity_target: Amount = 0.3  # H: no bonus where this share of a group looks; or more
-    call_penalty: Amount = 0.05  # beta: what a call above --free-calls costs
-    free_calls: Limit = 1  # N: calls of a trajectory that cost nothing
+    # the paper's H: no bonus where at least this share of a group looks
+    curiosity_target: Amount = 0.3
+    call_penalty: Amount = 0.05  # the paper's beta: cost of each call beyond --free-calls
+    free_calls: Limit = 1  # the paper's N: calls of a trajectory that cost nothing
     # baseline and scale of scores
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"
     # mean over tokens; over sequences; constant length
@@ -157,12 +158,12 @@ def curiosity_terms(
     penalty: float,
     free_calls: int,
 ) -> tuple[float, float]:
-    """(bonus, cost) to add to the score of a trajectory with so many calls; the cost is <= 0.
+    """(bonus, cost) to add to the score of a trajectory, right or wrong; the cost is <= 0. Without
+    calls both are 0.
 
-    share_looking: share of its group that looks (RaPR). paper (arXiv 2505.15966 eq. 3), if it
-    looks: bonus alpha * max(target - share_looking, 0), cost penalty * min(free_calls - calls, 0).
-    repo: the bonus divided by 4 share_looking (images) or 3 share_looking (videos). A wrong answer
-    gets both, too.
+    paper (arXiv 2505.15966 eq. 3): bonus alpha * max(target - share_looking, 0), cost penalty *
+    min(free_calls - calls, 0). repo: that bonus divided by 4 share_looking (images) or 3
+    share_looking (videos). share_looking: share of its group that looks (RaPR).
     """
     if variant == "none" or not calls:
         return 0.0, 0.0
@@ -173,14 +174,15 @@ def curiosity_terms(
 
 
 def num_calls(episode: Episode) -> int:
-    """Calls that a trajectory attempted, with those that failed and one cut off by --max-turns."""
+    """Calls that a trajectory attempted, including failed ones and one that --max-turns cut off."""
     return len(episode.calls) + (episode.finish_reason == "max_turns")
 
 
 def add_curiosity(episodes: list[Episode], args: Args) -> None:
-    """Make each score correctness + bonus + cost + rewards of turns, in place, for whole groups.
+    """Set the score of each episode to correctness + bonus + cost + rewards of its turns.
 
-    The correctness is the score that came in, cut to [0, 1].
+    The correctness is the score so far, cut to [0, 1]. Groups must be complete, except for episodes
+    that could not be scored.
     """
     for group in by_prompt(episodes).values():
         num_looking = sum(num_calls(episode) > 0 for episode in group)
@@ -224,9 +226,9 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     ranks call it.
 
     group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO).
-    rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std over all episodes
-    of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores are all
-    equal, has advantage 0: there is nothing to compare.
+    rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std of r - mean over
+    all episodes of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores
+    are all equal, has advantage 0: there is nothing to compare.
     """
     # float64: in float32 the mean of eight 0.1 is not 0.1, and a division magnifies the difference
     exact = scores.double()
@@ -291,7 +293,7 @@ def token_weights(
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
 
-    episodes: Tensor  # [T] int64: whose token
+    episodes: Tensor  # [T] int64: index of its episode
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
@@ -323,7 +325,7 @@ class Tokens:
 def split_minibatches(
     episodes: list[Episode], prompts: list[int], count: int, seed: int, step: int
 ) -> list[list[int]]:
-    """Numbers of the episodes of each minibatch.
+    """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` runs.
     """
@@ -536,8 +538,13 @@ def main(args: Args, demo: bool = False) -> None:
         if due(step + 1, args.rollout.dump_rollouts_every):
             rollouts.dump(step + 1, sampled, episodes, advantages.tolist(), packer.budget)
 
-        decay = lr_factor(step, total_steps, args.warmup_steps, args.lr_schedule, args.lr_floor)
-        lr = args.learning_rate * decay
+        lr = args.learning_rate * lr_factor(
+            step,
+            total_steps,
+            warmup_steps=args.warmup_steps,
+            schedule=args.lr_schedule,
+            floor=args.lr_floor,
+        )
         means = Means()
         with watch("update"):
             for epoch, minibatch in Progress(

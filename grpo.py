@@ -184,9 +184,9 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     ranks call it.
 
     group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO).
-    rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std over all episodes
-    of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores are all
-    equal, has advantage 0: there is nothing to compare.
+    rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std of r - mean over
+    all episodes of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores
+    are all equal, has advantage 0: there is nothing to compare.
     """
     # float64: in float32 the mean of eight 0.1 is not 0.1, and a division magnifies the difference
     exact = scores.double()
@@ -320,7 +320,7 @@ def token_weights(
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
 
-    episodes: Tensor  # [T] int64: whose token
+    episodes: Tensor  # [T] int64: index of its episode
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
@@ -386,7 +386,7 @@ def policy_loss(
 def split_minibatches(
     episodes: list[Episode], prompts: list[int], count: int, seed: int, step: int
 ) -> list[list[int]]:
-    """Numbers of the episodes of each minibatch.
+    """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` runs.
     """

@@ -416,7 +416,7 @@ def policy_loss(
 def split_minibatches(
     episodes: list[Episode], prompts: list[int], count: int, seed: int, step: int
 ) -> list[list[int]]:
-    """Numbers of the episodes of each minibatch.
+    """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` runs.
     """

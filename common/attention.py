@@ -30,13 +30,13 @@ def choose_attention(
         gpu_flag = "--compile" if compile_layers else f"--attention {flag}"
         raise SystemExit(f"{gpu_flag} needs a GPU; on a CPU leave it out")
     if compile_layers and flag == "sdpa":
-        raise SystemExit("--compile needs --attention flex or flash: sdpa compiles each pack")
+        raise SystemExit("--compile needs --attention flex or flash: sdpa compiles every pack anew")
     if flag == "flash":
         if dtype == torch.float32:
             raise SystemExit("--attention flash needs --dtype bf16 or fp16")
         # transformers would use the package `kernels` instead, which fetches code from the hub
         if find_spec("flash_attn") is None:
-            raise SystemExit("--attention flash: pip install flash-attn (kernels does not do)")
+            raise SystemExit("--attention flash: pip install flash-attn (kernels is no substitute)")
     return flag
 
 
@@ -54,6 +54,7 @@ def shared_prompt_attention(
     """Segment by segment: a response sees its prompt and itself. There is no [L, L] mask, and
     nothing is quadratic in L.
 
+    units: for each prompt of the pack, its length and those of its responses (`MicroBatch.units`).
     The signature is that of transformers' AttentionInterface: query [1, H, L, D], key and value
     [1, K, L, D] -> ([1, L, H, D], None), with H a multiple of K (grouped queries). TypeError for an
     option that would change the result (`softcap`, `s_aux`, a sliding window, dropout).
@@ -65,7 +66,7 @@ def shared_prompt_attention(
             unsupported.append(name)
     if unsupported:
         raise TypeError(
-            f"{type(module).__name__} wants {', '.join(unsupported)}, not supported here: "
+            f"{type(module).__name__} needs {', '.join(unsupported)}, not supported here: use "
             "--attention flash"
         )
     # rotary embeddings may return float32
@@ -98,7 +99,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
     key = key.repeat_interleave(group_size, dim=1)
     value = value.repeat_interleave(group_size, dim=1)
     if on_cpu and 2 * num_queries >= num_keys:
-        # a mask is [R, S] on a CPU, and is kept for the backward
+        # with a mask as below, a CPU would keep a tensor [R, S] for the backward
         return _padded_attention(query, key, value, scaling)
     mask = bias.causal_lower_right(num_queries, num_keys)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
@@ -111,8 +112,9 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scaling: floa
     if scaling is None:
         scaling = head_size**-0.5
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-    grouped_query = query.reshape(1, kv_heads, -1, head_size)
-    scores = grouped_query @ key.mT * scaling
+    # G = H / K query heads for each key head
+    grouped_query = query.reshape(1, kv_heads, -1, head_size)  # [1, K, G * R, D]
+    scores = grouped_query @ key.mT * scaling  # [1, K, G * R, S]
     scores = scores.unflatten(2, (-1, num_queries)).masked_fill(~mask, float("-inf"))
     output = scores.flatten(2, 3).softmax(-1) @ value
     return output.reshape(1, heads, num_queries, -1)
@@ -127,7 +129,7 @@ def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
 
 
 def block_mask(units: list[list[int]], device: torch.device) -> "flex.BlockMask":
-    """The same for flex attention: which query sees which key, from the bounds of segments.
+    """For flex attention: which query sees which key, from the bounds of segments.
 
     torch's `create_block_mask` would make it from a dense [L, L] mask: 2.6 GB for 16,384 tokens.
     """
@@ -137,16 +139,16 @@ def block_mask(units: list[list[int]], device: torch.device) -> "flex.BlockMask"
         for j, length in enumerate(unit):
             unit_of_token.extend([i] * length)
             segment_of_token.extend([j] * length)
-    groups = torch.tensor(unit_of_token, device=device)
-    samples = torch.tensor(segment_of_token, device=device)
+    length = len(unit_of_token)
+    unit_ids = torch.tensor(unit_of_token, device=device)
+    segment_ids = torch.tensor(segment_of_token, device=device)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same_group = groups[query] == groups[key]
-        same_response = samples[key] == samples[query]
-        in_prompt = samples[key] == 0
-        return (key <= query) & same_group & (in_prompt | same_response)
+        same_unit = unit_ids[query] == unit_ids[key]
+        same_segment = segment_ids[query] == segment_ids[key]
+        in_prompt = segment_ids[key] == 0
+        return (key <= query) & same_unit & (in_prompt | same_segment)
 
-    length = len(groups)
     some, full = block_tables(units, ceil(length / BLOCK))
     num_partial, partial_blocks = _block_lists(some & ~full, device)
     num_full, full_blocks = _block_lists(full, device)
@@ -161,10 +163,10 @@ def block_mask(units: list[list[int]], device: torch.device) -> "flex.BlockMask"
     )
 
 
-def block_tables(units: list[list[int]], blocks: int) -> tuple[Tensor, Tensor]:
+def block_tables(units: list[list[int]], num_blocks: int) -> tuple[Tensor, Tensor]:
     """Two tables [query blocks, key blocks] bool: is some of a block seen, and is all of it."""
-    some = torch.zeros(blocks, blocks, dtype=torch.bool)
-    full = torch.zeros(blocks, blocks, dtype=torch.bool)
+    some = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
+    full = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
     unit_start = 0
     for unit in units:
         prompt_end = unit_start + unit[0]
@@ -213,8 +215,8 @@ def _block_lists(table: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def register_attention() -> None:
-    """Register both with transformers under names of our own: under its own name Qwen2.5-VL
-    refuses flex attention."""
+    """Register both with transformers under names of our own: Qwen2.5-VL refuses flex attention
+    under its usual name."""
     register = transformers.AttentionInterface.register
     register("shared_prompts", shared_prompt_attention)
     register("shared_prompts_flex", transformers.integrations.flex_attention.flex_attention_forward)

@@ -67,8 +67,10 @@ def init_world(stall_minutes: float = 30.0) -> World:
         backend = "gloo"
         keep_freed_memory()
     limit_threads()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun may restart the run: end with the old one
+    # a rank that outlived its torchrun would be in the way of a restarted run
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(PARENT)
+    # collectives wait longer than a stall may last; a timedelta cannot be infinite
     timeout = timedelta(minutes=min(stall_minutes, 1e6) + 10)
     if size > 1:
         store = meet(rank, size, timeout)
@@ -135,14 +137,14 @@ def wrap_model(
     parameters that the model itself has, outside of its submodules (with LoRA, a critic's head);
     `average_whole_gradients` takes care of their gradients.
     """
-    policy = fsdp.MixedPrecisionPolicy()
+    precision = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
-        policy = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        precision = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     whole_parameters = set(model.parameters(recurse=False)) if own_stay_whole else set()
     for parameter in whole_parameters:
         parameter.data = parameter.data.to(mesh.device_type)
     for unit in [*repeated_blocks(model), model]:
-        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=whole_parameters)
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision, ignored_params=whole_parameters)
     return model
 
 
@@ -169,7 +171,7 @@ def average_whole_gradients(model: nn.Module) -> None:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor gathered, by all its ranks together; another tensor as it is."""
+    """The whole of a DTensor, whose ranks call it together; any other tensor unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -231,7 +233,7 @@ def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[floa
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
     """`value` of every rank (of the group), in rank order, on every rank."""
-    # the first gloo call starts threads that compete with OpenMP's: all is half as fast after it
+    # gloo's first call starts threads that compete with OpenMP's and halve the speed of all else
     if world_size() == 1:
         return [value]
     values: list = [None] * dist.get_world_size(group)

@@ -95,8 +95,8 @@ class Policy(nn.Module):
 
 
 def why_unsupported(model: nn.Module, attention: str) -> str | None:
-    """Why a model cannot be trained here; None if it can. Our log-probs, packs or masks would be
-    those of another model, without an error."""
+    """Why a model cannot be trained here (its log-probs would silently be wrong); None if it
+    can."""
     config = model.config.get_text_config()
     scales = [name for name in LOGIT_SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
     layer_types = set(getattr(config, "layer_types", None) or [])
@@ -130,7 +130,7 @@ def checked_skeleton(path: str, attention: str, trust_remote_code: bool, flag: s
     """The model of a folder, without weights. SystemExit if its config.json describes one for which
     trainer and engine would compute different things.
 
-    flag: by which the folder was given, for messages.
+    flag: the one that names the folder, for messages.
     """
     model = skeleton(path, trust_remote_code, flag)
     problem = why_unsupported(model, attention)
@@ -160,13 +160,13 @@ def load_model(
     """The model of a folder, as `make` and `wrap` wrap it: parameters in `dtype` (float32 master
     weights by default), no dropout.
 
-    `flag`, by which the folder was given, stands in messages. `from_scratch` takes the architecture
-    from the folder's config.json and initialises at random. `make=Critic` makes a critic of its
-    backbone, also of that of a reward model. With `lora_flags` the layers of the language model get
-    adapters, initialised by `seed`, and everything else is frozen. Weights that `wrap` shards are
-    read as shards, never as a whole. `max_model_len` is that of the engine that samples for the
-    model, see `set_text_lengths`. SystemExit for a model that cannot be trained here, and for files
-    that cannot be read or do not match it.
+    `flag` is the one that names the folder, for messages. `from_scratch` takes the architecture
+    from the folder's config.json and initialises at random. `make=Critic` makes a critic on the
+    backbone of the model, which may also be a reward model. With `lora_flags` the layers of the
+    language model get adapters, initialised with `seed`, and everything else is frozen. Weights
+    that `wrap` shards are read as shards, never as a whole. `max_model_len` is that of the engine
+    that samples for the model, see `set_text_lengths`. SystemExit for a model that cannot be
+    trained here, and for files that cannot be read or do not match it.
     """
     is_critic = make is not Policy
     empty_model = checked_skeleton(path, attention, trust_remote_code, flag)
@@ -177,7 +177,8 @@ def load_model(
     register_attention()
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     disable_dropout(config)
-    language_layers: list[nn.Module] = []  # `assemble` fills it: FSDP2 renames the classes
+    # filled by `assemble`: the layers are found by class name, and FSDP2 renames the classes
+    language_layers: list[nn.Module] = []
 
     def assemble(model: nn.Module) -> nn.Module:
         if gradient_checkpointing:
@@ -187,7 +188,7 @@ def load_model(
             model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
         language_model = getattr(model.base_model, "language_model", model)
         language_layers.extend(repeated_blocks(language_model))
-        # before the weights are read: FSDP2 would gather and reduce a tied head a second time
+        # before FSDP2 wraps the model: a head tied later would be gathered and reduced twice
         model.tie_weights()
         return wrap(make(model, attention, vision))
 
@@ -223,8 +224,8 @@ def check_critic_positions(model: nn.Module, path: str, max_model_len: int) -> N
 
 
 def check_tied_head(model: nn.Module, path: str, flag: str) -> None:
-    """SystemExit if the files of a model, whose config.json ties head and embeddings, have a head
-    of their own."""
+    """SystemExit if config.json ties the head to the embeddings, but the weight files hold another
+    head: transformers has not tied it then."""
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         raise SystemExit(
             f"{flag} {path}: tie_word_embeddings is true, and its files have a head of their own"
@@ -232,7 +233,7 @@ def check_tied_head(model: nn.Module, path: str, flag: str) -> None:
 
 
 def attention_implementation(attention: str, vision: Vision | None) -> str | dict[str, str]:
-    """What transformers calls `attention`, with vision for each part of the model."""
+    """What transformers calls `attention`; with vision, for each part of the model."""
     names = {
         "flash": "flash_attention_2",
         "flex": "shared_prompts_flex",
@@ -284,7 +285,7 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the Hugging Face checkpoint, whole tensor) of each parameter, in a fixed order.
 
-    Only when the iterator reaches a parameter is it cast, and then gathered. Adapters are merged.
+    A parameter is cast and gathered only when the iterator reaches it. Adapters are merged.
     All ranks must exhaust the iterator together. A tied head is yielded under both names: an engine
     that keeps a repacked copy of the head would otherwise keep the old one.
     """
@@ -312,7 +313,7 @@ def full_parameters(
 
 
 def sync_engine(engine: Engine, policy: nn.Module, step: int) -> None:
-    """Wake the engine, and give it the policy's weights of optimizer step `step`. All ranks call it
+    """Wake the engine, and give it the policy's weights, those of `step`. All ranks call it
     together."""
     engine.wake("weights")
     engine.sync_weights(full_parameters(policy, engine.dtype), step)

@@ -1,4 +1,4 @@
-"""The steps of a run: their seeds, seconds and traces, and which of them something is due at."""
+"""The steps of a run: seeds, timings, traces, and what is due at which step."""
 
 import time
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ MAX_UNSCORED_STEPS = 3  # in a row: the run ends
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps happens at this one; 0: never."""
+    """Whether `step` is a multiple of `every`; an `every` of 0 means never."""
     return every > 0 and step % every == 0
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed torch's global generators, by the run's seed: a resume draws what an uninterrupted run
-    does.
+    """Seed torch's global generators from the run's seed, the step and the rank: a resumed run
+    draws what an uninterrupted one would.
 
     Nothing here draws from them in a step; what a fork adds may.
     """
@@ -37,26 +37,26 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def profiled(steps: range, profile_steps: str | None, run_dir: Path, world: World) -> Iterator[int]:
-    """`steps`; those of --profile-steps leave a trace of each rank, and a table of rank 0 on the
-    console."""
+    """Yield `steps`. Each rank writes a trace of those in --profile-steps, and rank 0 prints a
+    table of them."""
     requested = step_range(profile_steps)
     traced = range(max(requested.start - 1, steps.start), min(requested.stop - 1, steps.stop))
     if requested and not traced:
         say(
-            f"warning: --profile-steps {profile_steps}: the run has {steps.start + 1} to "
+            f"warning: --profile-steps {profile_steps}: the run has steps {steps.start + 1} to "
             f"{steps.stop}"
         )
     for step in steps:
-        if step in traced[:1]:
+        if traced and step == traced[0]:
             profiler = torch.profiler.profile()
             profiler.start()
         try:
             yield step
-        except GeneratorExit:  # the loop is left within these steps
+        except GeneratorExit:  # the loop has ended early; after a signal the trace is kept
             if step in traced and stopping.is_set():
                 write_trace(profiler, run_dir, world)
             raise
-        if step in traced[-1:]:
+        if traced and step == traced[-1]:
             write_trace(profiler, run_dir, world)
             del profiler  # gigabytes
             barrier()  # the seconds that rank 0 takes for its table are no part of the next step
@@ -90,8 +90,8 @@ class Stopwatch:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """time/* and memory/*: means over the ranks; of several ranks also the slowest one of each
-        phase. All ranks call it together."""
+        """time/* and memory/* of the step; if there are several ranks, their means and maxima. All
+        ranks call it together."""
         seconds = dict(self.seconds)
         seconds["step"] = time.perf_counter() - self.start
         ranks = gather_objects((seconds, peak_memory_gb(device)))
@@ -125,7 +125,8 @@ class UnscoredSteps:
             return
         self.num_steps += 1
         say(
-            f"warning: step {step} trains nothing: no response of it could be scored, see above why"
+            f"warning: step {step} trains nothing: none of its responses could be scored, for the "
+            "reason above"
         )
 
     @property
@@ -135,6 +136,6 @@ class UnscoredSteps:
 
     def end_run(self, step: int) -> NoReturn:
         raise SystemExit(
-            f"no response of {self.num_steps} steps in a row could be scored, see above why: the "
-            f"run ends at step {step}; the same command goes on from its last checkpoint"
+            f"no response of {self.num_steps} steps in a row could be scored, for the reason "
+            f"above: the run ends at step {step}; the same command goes on from its last checkpoint"
         )

@@ -146,11 +146,10 @@ def test_steps_without_a_score_train_nothing_and_three_in_a_row_end_the_run(
     trained = [step for step, record in enumerate(records) if "optim/grad_norm" in record]
     assert trained == [step for step, letter in enumerate(steps) if letter == "y"]
     assert (run / "checkpoints" / "latest").read_text() == f"step_{len(steps):06d}"
-    assert done.stdout.count("trains nothing: no response of it could be scored") == steps.count(
-        "n"
-    )
+    warning = "trains nothing: none of its responses could be scored"
+    assert done.stdout.count(warning) == steps.count("n")
     told = (
-        "no response of 3 steps in a row could be scored, see above why: the run ends at "
+        "no response of 3 steps in a row could be scored, for the reason above: the run ends at "
         f"step {len(steps)};"
     )
     assert told in done.stderr

@@ -197,7 +197,7 @@ def test_an_option_that_packs_do_not_express_is_refused(option):
     harmless = {"dropout": 0.0, "softcap": None, "is_causal": True}
     shared_prompt_attention(*inputs, units=[[3, 2]], **harmless)
     (name,) = option
-    with pytest.raises(TypeError, match=f"Identity wants {name}, not supported"):
+    with pytest.raises(TypeError, match=f"Identity needs {name}, not supported"):
         shared_prompt_attention(*inputs, units=[[3, 2]], **option)
 
 

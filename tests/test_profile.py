@@ -103,7 +103,8 @@ def test_steps_that_the_run_does_not_have_are_said(tmp_path, world, capsys):
     """Those behind its end, and those before the step at which a resume starts."""
     for asked in ("7:9", "1:3"):
         assert walked(tmp_path, asked, world) == [3, 4, 5]
-        assert capsys.readouterr().out == f"warning: --profile-steps {asked}: the run has 4 to 6\n"
+        warning = f"warning: --profile-steps {asked}: the run has steps 4 to 6\n"
+        assert capsys.readouterr().out == warning
     assert walked(tmp_path, None, world) == [3, 4, 5]
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
 
