@@ -388,7 +388,7 @@ def split_minibatches(
 ) -> list[list[int]]:
     """For each minibatch, the indices of its episodes.
 
-    The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` runs.
+    The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` parts.
     """
     generator = np.random.Generator(np.random.PCG64([seed, step]))
     offset = generator.integers(max(1, len(prompts)))

@@ -2,18 +2,29 @@
 example runs."""
 
 import ast
+import doctest
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from textwrap import indent
+from types import ModuleType
 
 import pytest
-from helpers import ROOT, SCRIPTS, metrics_of, run_script
+import torch
+from helpers import ROOT, SCRIPTS, make_args, metrics_of, run_script
+from torch import Tensor
 
+import grpo
+from common.attention import block_mask
+from common.packing import TokenIndex, pack
 from common.rewards import reward_function
+from common.tools import load_tools
+from common.types import Episode
 from common.workers.pool import load_function
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("papers/*/README.md")]
@@ -408,6 +419,162 @@ def test_keys_of_others_have_one_row_each_and_an_answer():
         for flag in re.findall(r"(?<![\w-])--(?:no-)?([\w-]+)", ours + note)
     ]
     assert set(named) <= ours_too | THEIRS["torchrun"], "answers with flags that there are"
+
+
+# --- the numbers, pictures and examples of docs/grpo.md -------------------------------------------
+
+GRPO_PAGE = "docs/grpo.md"
+GROUP = torch.zeros(4, dtype=torch.int64)  # all answers of the example are one group
+
+
+def table(first_column: str) -> list[list[str]]:
+    """The rows of the table of docs/grpo.md whose head begins so."""
+    _, _, rest = text(GRPO_PAGE).partition(f"| {first_column} |")
+    rows = []
+    for line in rest.splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def numbers(cells: list[str]) -> list[float]:
+    return [float(Fraction(cell)) for cell in cells]
+
+
+def worked_example() -> tuple[Tensor, Tensor]:
+    """Scores and lengths of its answers."""
+    rows = table("answer")
+    assert [len(answer.split("·")) for answer, *_ in rows] == [int(row[1]) for row in rows]
+    scores, lengths = torch.tensor([numbers(row[1:3]) for row in rows]).T.flip(0)
+    return scores, lengths
+
+
+def test_the_advantages_of_the_worked_example():
+    scores, _ = worked_example()
+    assert (scores.mean().item(), scores.std().item()) == (0.25, 0.5)
+    for column, name in enumerate(("group-std", "group-mean", "rloo"), start=3):
+        shown = numbers([row[column] for row in table("answer")])
+        assert grpo.group_advantages(scores, GROUP, name).tolist() == pytest.approx(shown, abs=1e-4)
+
+
+def test_the_weights_and_losses_of_the_worked_example():
+    scores, lengths = worked_example()
+    advantages = grpo.group_advantages(scores, GROUP, "group-std")
+    loss, _ = grpo.clipped_loss(torch.ones(4), advantages, 0.2, 0.2, 3.0)  # of a token of each
+    names = []
+    for name, *cells in table("reduction"):
+        names.append(name)
+        weights = grpo.token_weights(name, lengths, lengths.sum().item(), 4, 8)
+        two, six = weights[:2].tolist()
+        expected = [two, six, 2 * two, 6 * six, (weights * lengths * loss).sum().item()]
+        assert numbers(cells) == pytest.approx(expected, abs=1e-5), name
+    assert names == ["dapo", "grpo", "dr_grpo"]
+
+
+def test_the_clip_as_a_table():
+    args = make_args(grpo)
+    for ratio, *cells in table("ratio"):
+        expected = []
+        for advantage in (1.0, -1.0):
+            logprob = torch.tensor(float(ratio)).log().requires_grad_()
+            loss, _ = grpo.clipped_loss(
+                logprob.exp(),
+                torch.tensor(advantage),
+                args.clip_low,
+                args.clip_high,
+                args.dual_clip,
+            )
+            loss.backward()
+            expected += [loss.item(), logprob.grad.item()]
+        assert numbers(cells) == pytest.approx(expected), ratio
+
+
+def test_what_a_python_prompt_answers():
+    examples = "\n".join(block for language, block in blocks(GRPO_PAGE) if ">>>" in block)
+    test = doctest.DocTestParser().get_doctest(examples, {}, GRPO_PAGE, None, 0)
+    assert doctest.DocTestRunner().run(test) == doctest.TestResults(failed=0, attempted=10)
+
+
+def test_the_packed_row_is_what_packing_and_attention_make():
+    (picture,) = [block for _, block in blocks(GRPO_PAGE) if "predicts" in block]
+    lines = [line.split() for line in picture.splitlines() if line]
+    tokens = lines[0][1:]
+    assert tokens == ["p1", "p2", "p3", "a1", "a2", "b1", "b2", "b3"]
+    prompt, first, second = [1, 2, 3], [11, 12], [21, 22, 23]
+    episodes = []
+    for i, response in enumerate((first, second)):
+        ones = [1] * len(response)
+        episodes.append(Episode(0, i, prompt, response, ones, [0.0] * len(response)))
+    (batch,) = pack(episodes, [0, 1], TokenIndex(episodes), budget=64)
+    assert batch.position_ids[0].tolist() == [int(x) for x in lines[1][1:9]]
+    name_of_id = dict(zip([*prompt, *first, *second], tokens))
+    predicted: dict[int, list[str]] = {}
+    for place, target in zip(batch.hidden_index.tolist(), batch.targets.tolist()):
+        predicted.setdefault(place, []).append(name_of_id[target])
+    for place, shown in enumerate(lines[2][1:9]):
+        expected = {".": [], "a,b": ["a1", "b1"]}.get(shown, [shown])
+        assert predicted.get(place, []) == expected
+    visible = block_mask(batch.units, torch.device("cpu")).mask_mod
+    places = torch.arange(len(tokens))
+    for query, (name, *cells) in enumerate(lines[-len(tokens) :]):
+        shown = [cell == "x" for cell in cells[: len(tokens)] if cell in ("x", ".")]
+        shown += [False] * (len(tokens) - len(shown))
+        assert name == tokens[query]
+        assert visible(0, 0, torch.tensor(query), places).tolist() == shown, name
+
+
+def example_of(first_word: str) -> str:
+    """The block of docs/grpo.md whose comment begins so, without the comment."""
+    (block,) = [b for _, b in blocks(GRPO_PAGE) if b.startswith(f"# {first_word}")]
+    return block.partition("\n")[2]
+
+
+def changed_grpo(monkeypatch) -> ModuleType:
+    """grpo.py with the objective and the advantage that docs/grpo.md adds."""
+    source = (ROOT / "grpo.py").read_text()
+    branch = '    if args.objective == "cispo":'
+    rest = "        advantages[members] = centered\n"
+    assert source.count(branch) == source.count(rest) == 1
+    objective = indent(example_of("objective"), " " * 4)
+    source = source.replace(branch, objective + branch.replace("if", "elif"))
+    source = source.replace(rest, indent(example_of("advantage"), " " * 8) + rest)
+    module = ModuleType("changed_grpo")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, "changed_grpo.py", "exec"), vars(module))
+    return module
+
+
+def test_the_changes_that_it_shows_work(monkeypatch, tmp_path):
+    changed = changed_grpo(monkeypatch)
+    scores = torch.tensor([1.0, 0, 0, 0])
+    assert changed.group_advantages(scores, GROUP, "group-sign").tolist() == [1, -1, -1, -1]
+    namespace: dict = {}
+    exec(example_of("test"), namespace)
+    namespace["advantages_of"] = lambda scores, groups, advantage: changed.group_advantages(
+        torch.tensor(scores), torch.tensor(groups), advantage
+    )
+    namespace["test_group_sign_has_no_size"]()
+    logprobs, zeros = torch.tensor([0.5, -3.0]), torch.zeros(2)
+    tokens = changed.Tokens(GROUP[:2], zeros, zeros, zeros, zeros, torch.tensor([1.0, -2.0]))
+    args = make_args(grpo, objective="unclipped")
+    loss, clipped = changed.policy_loss(logprobs, zeros, tokens, args)
+    assert torch.allclose(loss, torch.tensor([-1.0, 2.0]) * logprobs.exp()) and not clipped.any()
+    mine = tmp_path / "mine.py"
+    mine.write_text(example_of("mine.py"))
+    assert load_function(f"{mine}:reward", "--reward-function")("", " 42\n", 42) == 1
+    assert load_tools(f"{mine}:double")["double"].function(2.5) == "5"
+    reply = load_function(f"{mine}:reply", "--environment")
+    assert reply([{"role": "assistant", "content": "It is 42."}], 42) is None
+    assert reply([{"role": "assistant", "content": "It is 41."}], 42) == "No. Try again."
+    ast.parse(example_of("tracker"))
+
+
+def test_the_lines_that_it_quotes_are_in_the_script():
+    script = (ROOT / "grpo.py").read_text()
+    quoted = [row[2].partition("`")[2].partition("`")[0] for row in table("what")[:3]]
+    assert [line for line in quoted if line.removesuffix("...)") not in script] == []
+    assert all(line.startswith("means.") for line in quoted) and len(quoted) == 3
 
 
 # --- README's blocks run --------------------------------------------------------------------------
