@@ -143,7 +143,7 @@ def check_dtype(args: Args, study: Study, name: str) -> None:
 
 
 def is_done(args: Args, study: Study, name: str) -> bool:
-    """By what is kept of it. A model that other runs still have to start from must be there, too."""
+    """By what is kept of it. A model that other runs still start from has to be there, too."""
     if not is_complete(study, args.results, name, args.flags):
         return False
     if (args.runs / study.name / name / "model").is_dir():
