@@ -1,13 +1,10 @@
 """Learning curves, study by study, run by run. Interrupt it, and the same command goes on.
 
-    python results/notebook/curves.py --list                         # every run, its command, how
-                                                                     # far it is
-    python results/notebook/curves.py demos                          # a study
-    python results/notebook/curves.py demos --draw                   # its tables and figures, from
-                                                                     # what is kept
-    python results/notebook/curves.py demos --only grpo-tiny-seed1   # one run of it
-    python results/notebook/curves.py beside-trl --trl /tmp/trl-venv # made by: step.py --trl ...
-                                                                     # --make-trl-venv
+    python results/notebook/curves.py --list           # every run, its command, how far it is
+    python results/notebook/curves.py demos            # a study
+    python results/notebook/curves.py demos --draw     # its tables and figures, without a run
+    python results/notebook/curves.py demos --only grpo-tiny-seed1
+    python results/notebook/curves.py beside-trl --trl VENV    # step.py --make-trl-venv makes one
     python results/notebook/curves.py one-gpu --gsm8k ../shared/data/gsm8k --minutes 60
 
 A run that is done stays done. One of ours that was stopped resumes from its checkpoint; one of
