@@ -25,7 +25,7 @@ RECORD = ("run", "flags", "from", "model")
 
 @dataclass
 class Kept:
-    record: dict[str, str]
+    record: dict
     metrics: list[dict] = field(default_factory=list)  # of each step
     scores: dict = field(default_factory=dict)  # of a run that only evaluates
     total_steps: int | None = None
@@ -77,10 +77,12 @@ def read_packed(folder: Path) -> dict[str, Kept]:
     packed = {}
     with (folder / "runs.csv").open() as file:
         for row in csv.DictReader(file):
-            run = Run(row["command"], int(row["seed"]), ranks=int(row["ranks"]))
-            record = {"run": asdict(run) | {"engine": row["engine"]}, "flags": ""}
-            record |= {"from": "", "model": ""}
-            packed[row["run"]] = Kept(record, metrics[row["run"]], total_steps=int(row["steps"]))
+            run = Run(
+                row["command"], int(row["seed"]), ranks=int(row["ranks"]), engine=row["engine"]
+            )
+            record = {"run": asdict(run), "flags": "", "from": "", "model": ""}
+            name = row["run"]
+            packed[name] = Kept(record, metrics[name], total_steps=int(row["steps"]))
     return packed
 
 

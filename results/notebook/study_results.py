@@ -256,7 +256,12 @@ class Panel:
     title: str
     label: str  # of its x axis
     x: str  # that axis, as a key of the points
-    points: Callable[[Metrics], list[dict]]
+    metric: str = ""  # of each step; without one the evaluations
+
+    def points(self, metrics: Metrics) -> list[dict]:
+        if self.metric:
+            return smoothed(values_of(metrics, self.metric))
+        return curve(metrics)
 
 
 def draw(study: Study, found: Runs, path: Path) -> None:
@@ -269,17 +274,13 @@ def draw(study: Study, found: Runs, path: Path) -> None:
     title = first[0]["key"]
     drawn = {name: found[name] for name in found if curves[name][0]["key"] == title}
     panels = [
-        Panel(title, "steps", "step", curve),
-        Panel(title, "seconds of training", "seconds", curve),
+        Panel(title, "steps", "step"),
+        Panel(title, "seconds of training", "seconds"),
     ]
     if first[-1]["tokens"]:
-        panels.append(Panel(title, "tokens of a response, summed over steps", "tokens", curve))
+        panels.append(Panel(title, "tokens of a response, summed over steps", "tokens"))
     for metric in study.also:
-
-        def points(metrics: Metrics, metric: str = metric) -> list[dict]:
-            return smoothed(values_of(metrics, metric))
-
-        panels.append(Panel(metric, "steps", "step", points))
+        panels.append(Panel(metric, "steps", "step", metric))
     num_rows = ceil(len(panels) / 3)
     figure = Figure(figsize=(12, 3.4 * num_rows), layout="constrained")
     grid = figure.subplots(num_rows, 3, squeeze=False).flat
