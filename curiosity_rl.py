@@ -126,8 +126,8 @@ total-epochs eval-every eval-rows eval-only save-every resume log
 micro-batch-tokens gradient-checkpointing offload engine-memory
 """
 
-# What runs without --model: a policy of 3 million parameters learns to look (docs/results.md,
-# "curiosity_rl.py").
+# What runs without --model: a policy of 3 million parameters learns to look
+# (results/demos/README.md).
 DEMO = Args(
     learning_rate=8e-5,
     lr_schedule="linear",

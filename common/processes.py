@@ -108,8 +108,8 @@ def keep_freed_memory() -> None:
     """On CPUs with glibc: keep the memory that tensors free for the next ones, in place of new
     pages from the kernel.
 
-    An update of SmolLM2 takes a tenth less time, and a tenth more memory (docs/results.md, "A step
-    beside the machine").
+    An update of SmolLM2 takes a tenth less time, and a tenth more memory
+    (results/benchmarks/README.md, "The allocator").
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

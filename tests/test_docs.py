@@ -28,6 +28,7 @@ from common.types import Episode
 from common.workers.pool import load_function
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("papers/*/README.md")]
+PAGES += ROOT.glob("results/**/README.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for path in PAGES)
 EXAMPLE = "## Your data and your reward"  # the section of README.md whose code blocks are run
 

@@ -1,13 +1,17 @@
-"""results/notebook/curves.py: the command of each of its runs is one that its script takes."""
+"""results/notebook: the commands of the studies, and what is kept of their runs."""
 
 import importlib
+import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
 
 from common.flags import parse
+
+NOT_RUN = {"two-cores": ["sft-countdown-samples", "grpo-countdown-seed2-samples"]}
 
 
 @pytest.fixture(autouse=True)
@@ -21,34 +25,123 @@ def test_the_command_of_every_run_is_one_that_its_script_takes(monkeypatch, tmp_
     import curves
     from studies import STUDIES
 
-    monkeypatch.setattr(
-        curves, "write_rows", lambda rows, request: ["--train-data", rows, "--eval-data", rows]
-    )
+    def write_rows(rows, request):
+        return ["--train-data", rows, "--eval-data", rows]
+
+    monkeypatch.setattr(curves, "write_rows", write_rows)
     seen = set()
     for study in STUDIES.values():
-        for name, run in (
-            (name, run) for name, run in study.runs.items() if not run.command.startswith("trl")
-        ):
+        folder = tmp_path / study.name
+        for name, run in study.runs.items():
+            if run.command.startswith("trl"):
+                continue
             if run.parent:
-                (tmp_path / run.parent / "model").mkdir(parents=True, exist_ok=True)
-            command = curves.our_command(curves.Args(runs=tmp_path), run, tmp_path / name)
-            assert command[command.index("--nproc_per_node") + 1] == str(run.ranks)
+                (folder / run.parent / "model").mkdir(parents=True, exist_ok=True)
+            command = curves.our_command(curves.Args(runs=tmp_path), run, folder / name)
+            program = command[command.index("--nproc_per_node") + 1 :]
+            assert program[0] == str(run.ranks)
             script = run.command.split()[0]
-            program = command[command.index("--nproc_per_node") + 2 :]
-            assert program[:2] == (
-                ["results/notebook/wrong_engine.py", run.engine]
-                if run.engine
-                else [script, program[1]]
-            )
-            arguments = program[2 if run.engine else 1 :]
+            if run.engine:
+                assert program[1:3] == ["results/notebook/wrong_engine.py", run.engine]
+            else:
+                assert program[1] == script
+            arguments = program[3 if run.engine else 2 :]
             module = importlib.import_module(script.removesuffix(".py"))
             monkeypatch.setattr(sys, "argv", [script, *arguments])
             args, _ = parse(module.Args, module.DEMO, module.__doc__)
             module.check_args(args)
-            assert args.run.output_dir == tmp_path / name and args.run.save_every == 20
+            assert args.run.output_dir == folder / name and args.run.save_every == 20
             assert run.seed is None or args.run.seed == run.seed
-            assert not run.parent or args.run.model == str(tmp_path / run.parent / "model")
+            assert not run.parent or args.run.model == str(folder / run.parent / "model")
             assert not run.data or args.data.train_data == args.data.eval_data == run.data
-            seen |= {"seed"} if run.seed else set()
-            seen |= {key for key in ("parent", "data", "engine") if getattr(run, key)}
+            seen |= {key for key in ("seed", "parent", "data", "engine") if getattr(run, key)}
     assert seen == {"seed", "parent", "data", "engine"}
+
+
+def test_what_is_kept_of_each_study_is_complete():
+    from kept import is_complete
+    from studies import STUDIES
+
+    results = ROOT / "results"
+    for study in STUDIES.values():
+        if study.name != "one-gpu":
+            missing = [name for name in study.all_runs if not is_complete(study, results, name)]
+            assert missing == NOT_RUN.get(study.name, []), study.name
+
+
+def test_packed_runs_are_the_same_runs(tmp_path):
+    from kept import is_complete
+    from pack import COLUMNS, pack
+    from studies import Run, Study
+    from study_results import effects, read_study
+
+    demos = ROOT / "results" / "demos"
+    runs = {f"grpo-tiny-seed{seed}": Run("grpo.py", seed) for seed in (1, 2, 3)}
+    study = Study("few", "?", runs, dots=True)
+    for name in runs:
+        copy(demos / name, tmp_path / "few" / name)
+    before = read_study(study, tmp_path)
+    table = effects(study, before)
+    pack(study, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "few").iterdir()) == [
+        "curves.csv.gz",
+        "runs.csv",
+    ]
+    after = read_study(study, tmp_path)
+    assert effects(study, after) == table
+    for seed, metrics in before["grpo-tiny"].items():
+        for old, new in zip(metrics, after["grpo-tiny"][seed], strict=True):
+            wanted = {key: old[key] for key in COLUMNS if key in old}
+            assert new == pytest.approx(wanted | {"step": old["step"]}, rel=1e-6)
+    changed = Study("few", "?", runs | {"grpo-tiny-seed1": Run("grpo.py --lora-rank 16", 1)})
+    assert not is_complete(changed, tmp_path, "grpo-tiny-seed1")
+    assert is_complete(changed, tmp_path, "grpo-tiny-seed2")
+
+
+def copy(folder: Path, to: Path) -> None:
+    to.mkdir(parents=True)
+    for file in ("metrics.jsonl", "run.json", "config.json"):
+        (to / file).write_bytes((folder / file).read_bytes())
+
+
+def test_what_a_run_leaves_is_kept(tmp_path):
+    """A run that trained, and one that evaluates its model."""
+    import curves
+    from kept import is_complete, read_run
+    from studies import Run, Study
+
+    runs = {
+        "warm": Run("sft.py"),
+        "warm-samples": Run("grpo.py --eval-only", parent="warm"),
+    }
+    study = Study("few", "?", runs)
+    args = curves.Args(runs=tmp_path / "runs", results=tmp_path / "results")
+    made = args.runs / "few" / "warm"
+    (made / "model").mkdir(parents=True)
+    (made / "model" / "model.safetensors").write_bytes(b"weights")
+    (made / "config.json").write_text(
+        json.dumps({"args": {"total_steps": 2}, "at": str(ROOT / "x")})
+    )
+    for step in (1, 2):
+        with (made / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "eval/loss": 1.0}) + "\n")
+        curves.keep(args, study, "warm")
+        assert is_complete(study, args.results, "warm") == (step == 2)
+    assert json.loads((args.results / "few/warm/config.json").read_text())["at"] == "x"
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    made = args.runs / "few" / "warm-samples"
+    made.mkdir()
+    sample = {"row": 0, "correct": True, "completion": "7", "truth": "7"}
+    pq.write_table(pa.Table.from_pylist([sample]), made / "eval_samples.parquet")
+    event = {"event": "eval_only", "step": 0, "eval/truncated": 0.25}
+    (made / "metrics.jsonl").write_text(json.dumps(event) + "\n")
+    curves.keep(args, study, "warm-samples")
+    assert is_complete(study, args.results, "warm-samples")
+    assert read_run(args.results / "few", "warm-samples").scores["strict, pass@1"][0] == 1
+    (args.runs / "few/warm/model/model.safetensors").write_bytes(b"other weights")
+    curves.keep(args, study, "warm")  # made again: what started from the first model stays done
+    assert len(read_run(args.results / "few", "warm").models) == 2
+    assert is_complete(study, args.results, "warm-samples")

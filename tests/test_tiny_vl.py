@@ -1,7 +1,8 @@
 """The embedded vision policy: honest traces and crops, rows that load, and what the policy can do.
 
-Its numbers in docs/results.md: python -m pytest tests/test_tiny_vl.py -m "slow or not slow" -k
-knows -s
+Its numbers in results/demos/README.md:
+
+    python -m pytest tests/test_tiny_vl.py -m "slow or not slow" -k knows -s
 """
 
 import json

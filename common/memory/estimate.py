@@ -20,7 +20,7 @@ NCCL = 0.5  # its buffers, on several ranks
 VLLM_GRAPHS = 2.5  # its CUDA graphs and work space, measured with a model of 1.5B
 VLLM_ASLEEP = 0.7  # what remains of them while the engine sleeps
 
-# on a CPU: fragments that malloc keeps, as a share of the memory of an update (docs/results.md)
+# on a CPU: fragments that malloc keeps, as a share of the memory of an update (results/benchmarks)
 MALLOC_PIECES = 0.2
 
 PATCHES = 4  # tokens of a vision tower for each token of a picture

@@ -1,11 +1,11 @@
-"""Accuracy and pass@k of the samples of an --eval-only run, with 95 % intervals over rows: strict,
-and lenient.
+"""Accuracy and pass@k of the samples of an --eval-only run, strict and lenient, with 95 % intervals
+over rows.
 
     python results/notebook/scores.py runs/NAME/eval_samples.parquet
 
-Strict is the reward's own rule. Lenient asks for the answer alone, whatever its format: the last
-number of a response to GSM8K's rows; to Countdown's, any expression in it that makes the target of
-the numbers. Where some samples call a tool: how many, how often, and how they do beside the others.
+Strict is the reward's own rule. Lenient takes the right answer in any format: for GSM8K's rows the
+last number of the response, for Countdown's any expression in it that makes the target of the
+numbers. Where some samples call a tool: how many, how often, and how they do beside the others.
 """
 
 import json
@@ -35,39 +35,48 @@ class Args:
 
 
 def lenient(sample: dict) -> bool:
-    """Is the right answer there, in whatever form? What is strictly right is, too."""
+    """Whether the right answer is there, in whatever form."""
     if sample["correct"]:
         return True
-    text, truth = sample["completion"], sample["truth"]
-    truth = json.loads(truth) if isinstance(truth, str) and truth.startswith("{") else truth
+    text = sample["completion"]
+    truth = sample["truth"]
+    if isinstance(truth, str) and truth.startswith("{"):
+        truth = json.loads(truth)
     if not isinstance(truth, dict):
         found = ANY_NUMBER.findall(text)
         return bool(found) and canonical_number(found[-1]) == canonical_number(str(truth))
-    numbers, target = [int(number) for number in truth["numbers"]], int(truth["target"])
-    found = (match.strip() for match in EXPRESSION.findall(text) if len(match) <= MAX_CHARACTERS)
-    return any(
-        evaluate(expression, numbers, "strict") == target for expression in found if expression
-    )
+    numbers = [int(number) for number in truth["numbers"]]
+    target = int(truth["target"])
+    found = [match.strip() for match in EXPRESSION.findall(text) if len(match) <= MAX_CHARACTERS]
+    return any(evaluate(text, numbers, "strict") == target for text in found if text)
 
 
 def scores(path: Path) -> dict[str, float | int | list[float]]:
     """{rows, samples of a row, "strict, pass@1": [mean, half the interval], ...}."""
-    by_row, samples = defaultdict(list), pq.read_table(path).to_pylist()
+    samples = pq.read_table(path).to_pylist()
+    by_row: dict[int, list[dict]] = defaultdict(list)
     for sample in samples:
-        by_row[sample["row"]].append((sample["correct"], lenient(sample)))
+        verdict = {"strict": sample["correct"], "lenient": lenient(sample)}
+        by_row[sample["row"]].append(verdict)
     n = max(map(len, by_row.values()))
     found: dict[str, float | int | list[float]] = {"rows": len(by_row), "samples": n}
-    for rule, name in enumerate(("strict", "lenient")):
+    for rule in ("strict", "lenient"):
         for k in sorted({1, n}):
-            values = [
-                pass_at_k(len(own), sum(one[rule] for one in own), k) for own in by_row.values()
-            ]
-            # of single samples, which may all be alike
-            low, high = wilson_interval(mean(values), len(values))
-            alike = n == 1 or len(set(values)) == 1  # what does not deviate is no sign of certainty
-            half = (high - low) / 2 if alike else 1.96 * stdev(values) / len(values) ** 0.5
-            found[f"{name}, pass@{k}"] = [mean(values), half]
+            values = []
+            for verdicts in by_row.values():
+                num_correct = sum(verdict[rule] for verdict in verdicts)
+                values.append(pass_at_k(len(verdicts), num_correct, k))
+            found[f"{rule}, pass@{k}"] = [mean(values), half_interval(values, n)]
     return found | by_calls(samples)
+
+
+def half_interval(values: list[float], n: int) -> float:
+    """Half the 95 % interval of the mean of rows with `n` samples each."""
+    if n == 1 or len(set(values)) == 1:
+        # rows that are all alike do not deviate, which is no sign of certainty
+        low, high = wilson_interval(mean(values), len(values))
+        return (high - low) / 2
+    return 1.96 * stdev(values) / len(values) ** 0.5
 
 
 def by_calls(samples: list[dict]) -> dict[str, list[float]]:
@@ -85,9 +94,10 @@ def by_calls(samples: list[dict]) -> dict[str, list[float]]:
 
 
 def mean_over_rows(samples: list[dict], value: Callable[[dict], float]) -> list[float]:
-    """[mean, half the interval]; samples of a row are alike: what they deviate by is summed, then
-    squared."""
-    center, deviations = mean(value(sample) for sample in samples), defaultdict(float)
+    """[mean, half the interval]. Samples of a row are alike, so deviations are summed over a row
+    before they are squared."""
+    center = mean(value(sample) for sample in samples)
+    deviations: dict[int, float] = defaultdict(float)
     for sample in samples:
         deviations[sample["row"]] += value(sample) - center
     return [center, 1.96 * sum(d * d for d in deviations.values()) ** 0.5 / len(samples)]
@@ -96,10 +106,8 @@ def mean_over_rows(samples: list[dict], value: Callable[[dict], float]) -> list[
 def main(args: Args) -> None:
     found = scores(args.samples)
     print(f"{found.pop('rows')} rows, {found.pop('samples')} samples each")
-    table(
-        ["", "share", "±"],
-        *([name, f"{x:.3f}", f"{half:.3f}"] for name, (x, half) in found.items()),
-    )
+    rows = [[name, f"{center:.3f}", f"{half:.3f}"] for name, (center, half) in found.items()]
+    table(["", "share", "±"], *rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rows that studies train on: written into a folder, handed to a script as flags."""
+"""The rows that studies train on: files in a folder, and the flags that name them to a script."""
 
 import json
 import random
@@ -28,12 +28,9 @@ class Request:
     math: Path | None  # a folder with mawps_*.jsonl
 
     def flags(self, ending: str) -> list:
-        return [
-            "--train-data",
-            self.folder / f"train.{ending}",
-            "--eval-data",
-            self.folder / f"eval.{ending}",
-        ]
+        train = self.folder / f"train.{ending}"
+        evaluation = self.folder / f"eval.{ending}"
+        return ["--train-data", train, "--eval-data", evaluation]
 
 
 def countdown(request: Request) -> list:
@@ -63,49 +60,44 @@ def mostly_sevens(seed: int) -> Iterator[mosaic.Scene]:
 
 def gsm8k_rows(request: Request) -> list:
     """verl's rows: prompts with their solutions, for any script."""
-    tables = {
-        n: gsm8k.to_table(gsm8k.read_split(request.gsm8k, split), split)
-        for n, split in GSM8K_SPLITS.items()
-    }
+    tables = {}
+    for name, split in GSM8K_SPLITS.items():
+        tables[name] = gsm8k.to_table(gsm8k.read_split(request.gsm8k, split), split)
     write_splits(request.folder, tables)
     return request.flags("parquet")
 
 
 def gsm8k_as(form: Callable[[list[dict]], dict], problems: int, request: Request) -> list:
-    """Supervised rows in a format that TRL reads, too (trl_work.py), with so many problems in
-    each."""
+    """Supervised rows in a format that TRL reads, too (trl_work.py), each with so many problems."""
     for name, split in GSM8K_SPLITS.items():
         solved = gsm8k.read_split(request.gsm8k, split)
-        rows = [
-            form(solved[i : i + problems]) for i in range(0, len(solved) - problems + 1, problems)
-        ]
-        (request.folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
+        lines = []
+        for start in range(0, len(solved) - problems + 1, problems):
+            row = form(solved[start : start + problems])
+            lines.append(json.dumps(row) + "\n")
+        (request.folder / f"{name}.jsonl").write_text("".join(lines))
     return request.flags("jsonl")
 
 
 def mawps(request: Request) -> list:
-    """Its problems as GSM8K's rows, without solutions; 400 of them held out. It has many that
-    differ in their numbers alone, or in nothing: the first of each stays, so that none is trained
-    on under another number."""
+    """Its problems as GSM8K's rows, without solutions; 400 of them held out. Many differ in their
+    numbers alone, or in nothing: the first of each stays, so that no held-out problem is trained on
+    with other numbers."""
     lines = []
     for path in sorted(request.math.glob("mawps_*.jsonl")) if request.math else []:
         lines += path.read_text().splitlines()
     if not lines:
         raise SystemExit(f"--math {request.math}: expected a folder with mawps_*.jsonl")
-    solved = (read_record(json.loads(line)) for line in lines)
     distinct: dict[str, dict] = {}
-    for question, truth, _ in solved:
+    for line in lines:
+        question, truth, _ = read_record(json.loads(line))
         words = " ".join(re.findall("[a-z]+", question.lower()))
         distinct.setdefault(words, {"question": question, "answer": f"#### {truth}"})
     rows = list(distinct.values())
     random.Random("mawps").shuffle(rows)
-    tables = {
-        "train": gsm8k.to_table(rows[400:], "train"),
-        "eval": gsm8k.to_table(rows[:400], "test"),
-    }
-    write_splits(request.folder, tables)
+    train = gsm8k.to_table(rows[400:], "train")
+    evaluation = gsm8k.to_table(rows[:400], "test")
+    write_splits(request.folder, {"train": train, "eval": evaluation})
     return request.flags("parquet")
 
 
@@ -118,22 +110,20 @@ def pair(solved: list[dict]) -> dict:
 
 def chat(solved: list[dict]) -> dict:
     """One conversation, {role, content}."""
-    turns = [("user", "question"), ("assistant", "answer")]
-    return {
-        "messages": [
-            {"role": role, "content": problem[key]} for problem in solved for role, key in turns
-        ]
-    }
+    messages = []
+    for problem in solved:
+        messages.append({"role": "user", "content": problem["question"]})
+        messages.append({"role": "assistant", "content": problem["answer"]})
+    return {"messages": messages}
 
 
 def from_value(solved: list[dict]) -> dict:
-    """One conversation, {from, value}. LLaMA-Factory's human and gpt TRL would not take for user
-    and assistant."""
-    return {
-        "conversations": [
-            {"from": m["role"], "value": m["content"]} for m in chat(solved)["messages"]
-        ]
-    }
+    """One conversation, {from, value}, from user and assistant: TRL does not take LLaMA-Factory's
+    human and gpt for these."""
+    turns = []
+    for message in chat(solved)["messages"]:
+        turns.append({"from": message["role"], "value": message["content"]})
+    return {"conversations": turns}
 
 
 DATA: dict[str, Callable[[Request], list]] = {

@@ -1,12 +1,12 @@
 """grpo.py under an engine that is wrong on purpose, for --correction to make good.
 
-    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py bf16 --dtype fp32 --correction
-    truncate
-    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py int3 --dtype fp32 --max-logprob-gap
-    1
+    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py bf16 --dtype fp32 \\
+        --correction truncate
+    torchrun --nproc_per_node 2 results/notebook/wrong_engine.py int3 --dtype fp32 \\
+        --max-logprob-gap 1
 
-bf16: it computes in bf16, whatever the trainer does. int3: and by matrices of 3 bits. Evaluations
-are of the policy as it is: by matrices with all their bits.
+bf16: the engine computes in bf16, whatever the trainer does. int3: its matrices have 3 bits, too.
+Evaluations are of the policy as it is: its matrices have all their bits.
 """
 
 import sys
@@ -25,8 +25,8 @@ from common.script import run
 
 
 def in_three_bits(tensor: Tensor) -> Tensor:
-    """What is left of a matrix in whole numbers from -3 to 3, a scale a row; vectors, as norms,
-    stay as they are."""
+    """A matrix rounded to whole numbers from -3 to 3, times a scale for each row; vectors, as those
+    of norms, stay as they are."""
     if tensor.dim() < 2:
         return tensor
     scale = tensor.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 3
@@ -34,7 +34,8 @@ def in_three_bits(tensor: Tensor) -> Tensor:
 
 
 class WrongEngine(VllmEngine):
-    rounding, evaluating = False, False
+    rounding = False
+    evaluating = False
 
     def __init__(self, config):
         super().__init__(replace(config, dtype=torch.bfloat16))
@@ -56,11 +57,9 @@ class Rollouts(common.rollout.rollouts.Rollouts):
 if __name__ == "__main__":
     if sys.argv[1:2] not in (["bf16"], ["int3"]):
         print(f"usage: wrong_engine.py bf16|int3 [flags of grpo.py]\n\n{__doc__}")
-        raise SystemExit(
-            None
-            if "--help" in sys.argv
-            else "how is the engine wrong? bf16 or int3, before all flags"
-        )
+        if "--help" in sys.argv:
+            raise SystemExit
+        raise SystemExit("how is the engine wrong? bf16 or int3, before all flags")
     WrongEngine.rounding = sys.argv.pop(1) == "int3"
     common.engine.vllm.VllmEngine = WrongEngine
     grpo.Rollouts = Rollouts

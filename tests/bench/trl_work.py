@@ -13,7 +13,7 @@ from common.data.render import apply_template, to_messages
 from common.hub import load_tokenizer, resolve_model
 from common.optimizer import lr_factor
 
-# The demo of grpo.py, and settings of TRL for two cores; what else was tried is in docs/results.md.
+# The demo of grpo.py, and settings of TRL for two cores: results/beside-trl has what else was tried
 GRPO = {
     "prompts": 32,
     "samples": 8,
