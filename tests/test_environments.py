@@ -479,12 +479,12 @@ UNTYPED = """class Game:
         ),
         (
             'class Game:\n    def reset(self): pass\n    async def go(self):\n        "Go."',
-            "go: is called as it stands",
+            "go: must be a plain method",
         ),
         (
             'class Game:\n    def reset(self): pass\n    def go(self):\n        "Go."\n       '
             " yield 1",
-            "go: is called",
+            "go: must be a plain method",
         ),
     ],
 )

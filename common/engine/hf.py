@@ -20,8 +20,8 @@ MAX_SEQUENCES = 256  # of a batch
 
 
 class HuggingFaceEngine(Engine):
-    """Batches of as many requests as fit into the KV cache, one token of each request in a
-    forward."""
+    """Samples in batches of as many requests as fit into the KV cache; each forward adds one token
+    to each request of the batch."""
 
     def __init__(self, config: EngineConfig):
         model_config = transformers.AutoConfig.from_pretrained(
@@ -47,7 +47,7 @@ class HuggingFaceEngine(Engine):
         self.end_ids = list(config.end_ids)
         if self.vision:
             self.model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
-            self.end_ids.extend(self.vision.forbidden_ids)
+            self.end_ids.extend(self.vision.forbidden_ids)  # see without_placeholder
         sequence_bytes = self.max_model_len * cache_bytes_of_token(text_config, self.dtype)
         num_fitting = int(config.memory_gib * 2**30 / sequence_bytes)
         self.max_sequences = max(1, min(MAX_SEQUENCES, num_fitting))
@@ -74,8 +74,8 @@ class HuggingFaceEngine(Engine):
         self.books.close(step)
 
     def submit(self, request: Request) -> None:
-        """The random numbers of a sample depend on its seed alone, not on its neighbours in a
-        batch."""
+        """Queue each sample as a request of its own: its random numbers depend on its seed alone,
+        not on its neighbours in a batch."""
         self.books.check(request.weights_step)
         for j in range(request.sampling.n):
             self.requests.append(replace(request, seed=request.seed + j))
@@ -130,9 +130,9 @@ class HuggingFaceEngine(Engine):
             generators.append(torch.Generator(self.device).manual_seed(request.seed))
             room = self.max_model_len - len(request.prompt_ids)
             limits.append(min(request.sampling.max_tokens, room))
-        sampling = requests[0].sampling  # within a batch only max_tokens differ
+        sampling = requests[0].sampling  # within a batch only max_tokens differs
         completions = [Completion([], [], "length") for _ in requests]
-        running = list(range(len(requests)))  # numbers of the requests in the rows of the batch
+        running = list(range(len(requests)))  # for each row of the batch, its index in `requests`
         cache = transformers.DynamicCache(config=self.model.config)
         for length in Progress("token", range(1, max(limits) + 1)):
             output = self.model(
@@ -164,7 +164,7 @@ class HuggingFaceEngine(Engine):
                 running = [running[row] for row in kept_rows]
             ids = tokens[kept_rows, None]
             mask = torch.cat([mask[kept_rows], mask.new_ones(len(kept_rows), 1)], -1)
-            positions = positions[..., kept_rows, -1:] + 1
+            positions = positions[..., kept_rows, -1:] + 1  # [B, 1], or [3, B, 1] for M-RoPE
         return completions
 
 

@@ -1,7 +1,7 @@
 """The colocated rollout engine: vLLM inside each rank. `common/engine/hf.py` is its twin without
 vLLM.
 
-One step, each a named call:  wake("weights") -> sync_weights -> wake("kv_cache") -> submit, step
+The calls of one training step: wake("weights") -> sync_weights -> wake("kv_cache") -> submit, step
 ... -> sleep.
 
 No other file of common/ uses attributes of vLLM. Tested with vLLM 0.32.0 and 0.26.0 (which drops
@@ -35,7 +35,7 @@ from common.vision import skeleton
 
 # errors of vLLM that lengths or memory may have caused
 LIMITS = re.compile("max_model_len|max_num_batched_tokens|max.seq.len|memory", re.IGNORECASE)
-# engines that live until the process ends: to take vLLM down takes more than a second
+# engines that live until the process ends: shutting vLLM down takes more than a second
 _alive: list[object] = []
 
 
@@ -48,8 +48,8 @@ def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
     }
     if not on_gpu:
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # Eager on CPUs: the only compiled function left counts ranks of log-probs, and takes 15 s
-        # of C++ compiler.
+        # Eager on CPUs: the one function that would still be compiled counts ranks of log-probs,
+        # and takes the C++ compiler 15 s.
         torch._dynamo.config.disable = True
         # one memory node: nothing to bind, or to warn of
         if not os.path.exists("/sys/devices/system/node/node1"):
@@ -67,11 +67,11 @@ def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
 def register_model(
     path: str, trust_remote_code: bool, ranks: int, max_model_len: int
 ) -> dict[str, int]:
-    """{name: number of elements} of all weights that a sync must send. SystemExit for a model that
-    cannot be synced exactly.
+    """Register a model's class with vLLM. Returns {name: number of elements} of all weights that a
+    sync must send. SystemExit for a model that cannot be synced exactly.
 
-    vLLM would inspect a lazily registered class in a subprocess, which lacks our repair of
-    torchvision.
+    vLLM itself registers classes lazily, and would inspect this one in a subprocess, which lacks
+    our repair of torchvision.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -85,7 +85,7 @@ def register_model(
             f"--model {path}: vLLM has no {architecture} of its own; --engine hf runs it"
         )
     if any(".experts." in name for name, _ in model.named_parameters()):
-        reason = "transformers fuses experts, vLLM names them apart, and a sync would break them"
+        reason = "transformers fuses experts, vLLM names each one, and a sync would break them"
         raise SystemExit(
             f"--model {path}: {architecture} is a mixture of experts: {reason}; --engine hf runs it"
         )
@@ -97,7 +97,7 @@ def register_model(
 
 
 def refuse_uneven(config, ranks: int) -> None:
-    """SystemExit for a model that vLLM cannot divide among so many ranks; vLLM's own error names no
+    """SystemExit for a model that vLLM cannot divide among `ranks` ranks; vLLM's own error names no
     flag."""
     names = ("num_attention_heads", "num_key_value_heads", "num_heads", "intermediate_size")
     for part in (config.get_text_config(), getattr(config, "vision_config", None)):
@@ -139,22 +139,22 @@ def start_errors(path: str) -> Iterator[None]:
             reason = f"{type(error).__name__}: {error}"
         else:
             reason = str(error)
-        flags = f"--model {path}: vLLM does not take it"
+        prefix = f"--model {path}: vLLM does not take it"
         if LIMITS.search(reason.replace(path, "")):
-            flags = "--max-prompt-tokens, --max-response-tokens, --engine-memory"
-        raise SystemExit(printable(f"{flags}: {' '.join(reason.split()):.500}")) from error
+            prefix = "--max-prompt-tokens, --max-response-tokens, --engine-memory"
+        raise SystemExit(printable(f"{prefix}: {' '.join(reason.split()):.500}")) from error
 
 
 def prepare_cpu_platform() -> None:
-    """Replace what vLLM does on CPUs for processes that have the machine for themselves."""
+    """On CPUs vLLM assumes that it has the machine to itself: replace what follows from that."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.platforms import cpu
 
     # gloo instead of vLLM's shared memory, which has one name for all runs of a machine and
     # outlives them
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-    # vLLM would look for libraries that child processes preload. None is its own, and if their path
-    # has a space, each child complains about both halves.
+    # vLLM would have child processes preload libraries that it finds. It has no children here, and
+    # each of ours would complain about both halves of a path with a space.
     cpu.glob = SimpleNamespace(glob=lambda pattern: [])
 
 
@@ -164,8 +164,8 @@ def engine_options(config: EngineConfig, on_gpu: bool) -> dict[str, object]:
     options: dict[str, object] = {}
     if on_gpu:  # vLLM chooses the sizes of batches by the memory of the GPU
         free, total = torch.cuda.mem_get_info(config.world.device)
-        # The KV cache has a size of its own: this only has to pass vLLM's check, while another
-        # process may start.
+        # kv_cache_memory_bytes is the size of the KV cache. This only has to pass vLLM's check of
+        # the free memory, even if another process takes some of it first.
         options["gpu_memory_utilization"] = 0.5 * free / total
         options["enable_sleep_mode"] = config.sleep_level > 0
     else:
@@ -219,7 +219,7 @@ class VllmEngine(Engine):
                 seed=0,
                 **options,
             )
-        # shared memory, too, and of no use if each rank has a scheduler
+        # shared memory again (see prepare_cpu_platform), and of no use if each rank has a scheduler
         get_tp_group().mq_broadcaster = None
         _alive.append(self.llm)
         self.dtype = config.dtype
@@ -227,7 +227,7 @@ class VllmEngine(Engine):
         self.sleep_level = config.sleep_level if on_gpu else 0
         self.end_ids = list(config.end_ids)
         if config.vision:
-            self.end_ids.extend(config.vision.forbidden_ids)
+            self.end_ids.extend(config.vision.forbidden_ids)  # see without_placeholder
         self.books = WeightBooks(sizes)
         self.prompts: dict[int, list[int]] = {}  # of the requests that are not complete, by key
         self.asleep = False
@@ -239,10 +239,10 @@ class VllmEngine(Engine):
         torch.cuda.empty_cache()
         with memory_advice("the weight sync" if part == "weights" else "the rollout"):
             self.llm.wake_up(tags=[part])
-        self.asleep = part != "kv_cache"
+        self.asleep = part != "kv_cache"  # which is woken last
 
     def sleep(self) -> None:
-        """Free the KV cache, and the weights: to the host (level 1) or altogether (level 2)."""
+        """Free the KV cache; move the weights to the host (level 1) or free them, too (level 2)."""
         if self.sleep_level == 0 or self.asleep:
             return
         try:
@@ -312,7 +312,8 @@ class VllmEngine(Engine):
             key = int(output.request_id)
             if output.prompt_token_ids != self.prompts.pop(key):
                 raise RuntimeError(
-                    "the engine has seen another prompt than the trainer: pictures of another size?"
+                    "the engine has seen a different prompt than the trainer: pictures of another "
+                    "size?"
                 )
             completions = []
             for sample in output.outputs:
@@ -343,8 +344,8 @@ def _media_data(media: Media) -> object:
 
 
 def _sampled_logprobs(sample) -> list[float]:
-    """The log-prob of the sampled token at each position, at which greedy sampling may have a
-    second candidate."""
+    """The log-prob of each sampled token. With greedy sampling vLLM may list a second candidate at
+    a position."""
     flat = sample.logprobs
     if len(flat.logprobs) == len(sample.token_ids):
         return list(flat.logprobs)

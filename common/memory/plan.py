@@ -1,5 +1,5 @@
-"""The memory plan of a run: what each phase of a step will need, before any weights are read, and
-sizes chosen to fit."""
+"""The memory plan of a run, made before any weights are read: what each phase of a step will need,
+and sizes chosen to fit."""
 
 import resource
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ def memory_phases(
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run needs, and the sizes that were chosen by it."""
+    """What a run needs, and its sizes, as given or chosen to fit."""
 
     text: str  # a line, and a warning if something may not fit
     micro_batch_tokens: int  # as given, or as many as fit
@@ -71,10 +71,12 @@ def memory_plan(
     """What each phase needs, in words; sizes that no flag gives; and the cheapest change of flags
     if something may not fit. All ranks call it together.
 
-    The sizes fit into ROOM of the free memory of the tightest rank: the KV cache of an engine that
-    sleeps on a GPU fills up the rollout, a micro-batch of at most `most_tokens` the update. A CPU
-    run whose longest episode does not fit is refused: the kernel would kill it without a message.
-    trained, frozen, reward_model: folders. SystemExit if no engine would fit.
+    The sizes are the largest with which a phase takes at most the share ROOM of the free memory of
+    the tightest rank: the KV cache with the rollout (if the engine sleeps on a GPU), a micro-batch
+    of at most `most_tokens` with the update. A plan that chooses the micro-batch on CPUs has a
+    `refusal` if a phase still does not fit: the kernel would kill the run without a message.
+    trained, frozen, reward_model: folders. SystemExit if the KV cache does not fit beside the
+    engine's weights.
     """
     on_gpu = world.device.type == "cuda"
     free_gb = free_memory_gb(world)
@@ -116,7 +118,7 @@ def memory_plan(
     if not too_large:
         return MemoryPlan(text, tokens, cache_size_gib)
 
-    advice = run.advice(gb["reference"] > 0, limit, tokens)
+    advice = run.advice(has_reference=gb["reference"] > 0, limit=limit, tokens=tokens)
     phase_names = " and the ".join(too_large)
     if on_gpu or not run.chooses_tokens:
         text += f"\nwarning: the {phase_names} may not fit; {advice}"
@@ -166,10 +168,11 @@ class _PlannedRun:
 
     @property
     def least_cache_gib(self) -> float:
-        """The KV cache of a single episode, in quarters of a GiB."""
+        """The KV cache of a single episode (GiB), rounded up to a quarter."""
         policy = self.models[0]
-        token = 2 * policy.layers * policy.keys * self.dtype.itemsize / self.rollout.engine_parallel
-        return max(0.25, ceil(4 * token * longest(self.rollout) / 2**30) / 4)
+        values = 2 * policy.layers * policy.keys  # of a token
+        token_bytes = values * self.dtype.itemsize / self.rollout.engine_parallel
+        return max(0.25, ceil(4 * token_bytes * longest(self.rollout) / 2**30) / 4)
 
     def advice(self, has_reference: bool, limit: float, tokens: int) -> str:
         """The cheapest change of flags with which each phase fits into `limit` gigabytes.
@@ -181,9 +184,10 @@ class _PlannedRun:
         )
         most_gib = cache_gib(rollout, self.on_gpu)
         if self.chooses_cache:
-            # a cache that would fit with a remedy: not below one episode
+            # the default, or the cache of one episode if that is larger
             most_gib = max(most_gib, self.least_cache_gib)
         else:
+            # as if a flag gave it: the advice then names --engine-memory if it lowers it
             rollout = replace(rollout, engine_memory=most_gib)
         change = cheapest_change(
             self.phases,

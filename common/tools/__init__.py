@@ -6,7 +6,7 @@ happened. In info "frames" says that the images are frames of a video, and a fal
 call earns no --tool-bonus. The policy reads an exception, a timeout, a crash or a lack of memory as
 an error, since it wrote the call. If the function (or `Tool`) has a true attribute `trusted`, a
 timeout, a crash or a lack of memory is not the policy's fault, and the sample is lost. A parameter
-named `context` receives the pictures so far; keyword-only parameters are for the row.
+named `context` receives the pictures so far; keyword-only parameters receive values of the row.
 """
 
 import inspect
@@ -52,12 +52,12 @@ BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
 NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isclass)
 
 
-# --- which exist ---
+# --- which tools exist ---
 
 
 def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
-    """The tools of --tools, names of BUILT_IN and FILE.py:NAME, separated by commas, and the
-    methods of --environment if that is a class. ValueErrors name the flag."""
+    """{name: tool} of --tools (spec: names of BUILT_IN or FILE.py:NAME, separated by commas), and
+    of the methods of --environment if that is a class. ValueErrors name the flag."""
     tools: dict[str, Tool] = {}
     for name in spec.split(","):
         name = name.strip()
@@ -68,6 +68,7 @@ def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
         elif ":" in name:
             loaded = [user_tool(name)]
         else:
+            # python runs in common/sandbox/: it is never loaded here
             raise ValueError(
                 f"--tools {name}: expected FILE.py:NAME or one of {', '.join(BUILT_IN)}, python"
             )
@@ -101,12 +102,12 @@ def find_tool(tools: Mapping[str, Tool], name: str) -> Tool | None:
 
 
 def user_tool(spec: str) -> Tool:
-    """The function FILE.py:NAME, with its attributes `trusted`, and `schema`, or a schema made from
-    its signature."""
+    """The function FILE.py:NAME as a tool. Its attributes `trusted` and `schema` are optional:
+    without the latter a schema is made from its signature."""
     function = load_function(spec, "--tools")
     try:
         if any(is_kind(function) for is_kind in NOT_PLAIN):
-            raise ValueError("is called as it stands, and must be a plain function")
+            raise ValueError("must be a plain function, not a class, generator or coroutine")
         schema = getattr(function, "schema", None)
         if not schema:
             schema = make_schema(function, spec.rpartition(":")[2])
@@ -118,7 +119,7 @@ def user_tool(spec: str) -> Tool:
 
 
 def check_schema(schema: dict) -> None:
-    """ValueError, or what comes of reading it, for a schema that no chat template could show."""
+    """ValueError, or the error of reading it, for a schema that no chat template could show."""
     json.dumps(schema)
     function = schema["function"]
     properties = function.get("parameters", {}).get("properties", {})
@@ -174,7 +175,7 @@ def make_schema(function: Callable, name: str) -> dict:
     }
 
 
-# --- how a worker calls them ---
+# --- how a worker calls tools ---
 
 
 @dataclass
@@ -188,8 +189,8 @@ class ToolJob:
 
 
 def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping) -> dict:
-    """The fields of a reply, as JSON; `failed` if the row lacks an argument, which is no error of
-    the policy."""
+    """Call a tool. Returns the fields of a reply, all JSON values; `failed` if the row lacks an
+    argument, for which the policy is not to blame."""
     parameters = inspect.signature(tool.function).parameters
     schema = tool.schema["function"].get("parameters", {})
     properties = schema.get("properties", {})

@@ -84,7 +84,7 @@ def method_schemas(spec: str) -> dict[str, dict]:
         method.__doc__ = docstring(method)
         try:
             if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
-                raise ValueError("is called as it stands, and must be a plain method")
+                raise ValueError("must be a plain method, not a generator or coroutine")
             schema = transformers.utils.get_json_schema(method)
         except Exception as error:  # transformers has exceptions of its own
             raise ValueError(f"--environment {spec}: {name}: {error}") from error

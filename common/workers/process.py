@@ -49,7 +49,7 @@ MAX_REPLY = 2**28  # bytes
 MAX_ERROR = 500  # characters of an exception
 SIZE_BYTES = 8  # of the size that precedes a message
 KEEPER_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
-USER_MODULE = "user_file_"  # the modules that `load_function` makes have names that begin so
+USER_MODULE = "user_file_"  # prefix of the names of modules that `load_function` makes
 
 # a function of an importable module: specification -> (job -> reply)
 MakeHandler = Callable[[str], Callable[[Any], dict]]
@@ -79,11 +79,11 @@ class Link:
             threading.Thread(target=send_rest, args=[self.socket.dup(), rest], daemon=True).start()
 
     def receive(self) -> bytes | None:
-        """The next message; None if it is not complete. ConnectionError at the end of the socket,
-        ValueError if the message is too large.
+        """The next message; None if it is not complete. ConnectionError if the process has closed
+        its end, ValueError if the message is too large.
 
-        Waits for the rest of a message that is arriving, however large, since the trainer may not
-        ask again for long; not for one that comes slower than BYTES_PER_S.
+        Waits for the rest of a message that is arriving, however large, since it may be long until
+        the trainer asks again; but not for one that comes slower than BYTES_PER_S.
         """
         while True:
             if len(self.inbox) >= SIZE_BYTES:
@@ -122,9 +122,9 @@ class Link:
         self.socket.close()
 
 
-def send_rest(link: socket.socket, data: memoryview) -> None:
-    with link, suppress(OSError):
-        link.sendall(data)
+def send_rest(end: socket.socket, data: memoryview) -> None:
+    with end, suppress(OSError):
+        end.sendall(data)
 
 
 class Worker:
@@ -226,8 +226,8 @@ class Worker:
             return None
         if self.state == self.STARTING:
             return self._fail(
-                f"its import did not end within {START_S:g} s (what stands at the top of a "
-                "file runs in it)"
+                f"its import did not end within {START_S:g} s (it runs the code at the top of the "
+                "file)"
             )
         return self._fail(f"timeout after {self.timeout_s:g} s")
 
@@ -260,7 +260,8 @@ class Worker:
         self.killed.append(self.process)
 
     def hang_up(self) -> None:
-        """Close the link: an idle worker then closes its handler and exits. It has `close_s`."""
+        """Close the link: an idle worker then closes its handler and exits. It has `close_s` for
+        that."""
         self.link.close()
         self.deadline = time.monotonic() + self.close_s
 
@@ -291,7 +292,7 @@ def serve(fd: str, trainer: str, *arguments: str) -> None:
     keeper = os.getpid()
     worker = os.fork()
     if worker:
-        os.close(int(fd))  # or the trainer would not see the worker's end
+        os.close(int(fd))  # or the link would stay open when the worker dies
         keep(worker)
     os.setsid()
     die_with(keeper)
@@ -305,12 +306,14 @@ def keep(worker: int) -> NoReturn:
     terminated = False
     while not terminated and not worker_has_ended(worker):
         terminated = signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM
-    code = os.waitstatus_to_exitcode(end_descendants(worker))
+    wait_status = end_descendants(worker)  # those of the keeper, the worker among them
+    code = os.waitstatus_to_exitcode(wait_status)
     os._exit(code if code >= 0 else 128 - code)
 
 
 def worker_has_ended(worker: int) -> bool:
-    """Reap adopted children that have ended, but not the worker. Whether that has ended, too."""
+    """Whether the worker has ended. Adopted children that have ended are reaped, the worker is
+    not."""
     while status := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if status.si_pid == worker:
             return True
@@ -324,8 +327,8 @@ def work(fd: str, memory_gib: str, module: str, make_handler: str, spec: str) ->
     handle = None
     pid = os.getpid()
     guard_output()
-    link = socket.socket(fileno=int(fd))
-    link.set_inheritable(False)  # programs that a function starts do not get it
+    end = socket.socket(fileno=int(fd))
+    end.set_inheritable(False)  # programs that a function starts do not get it
 
     def load() -> dict:
         nonlocal handle
@@ -335,13 +338,13 @@ def work(fd: str, memory_gib: str, module: str, make_handler: str, spec: str) ->
 
     # suppressed: the trainer is gone, or the function has closed the socket
     with suppress(EOFError, OSError, pickle.UnpicklingError):
-        with link, link.makefile("rb") as jobs:
-            link.sendall(run_to_message(load))
+        with end, end.makefile("rb") as jobs:
+            end.sendall(run_to_message(load))
             while True:
                 reply = run_to_message(handle, pickle.load(jobs))
                 if os.getpid() != pid:  # a child that the function forked has returned from it
                     os._exit(0)
-                link.sendall(reply)
+                end.sendall(reply)
     if hasattr(handle, "close"):
         handle.close()
 
