@@ -2,10 +2,11 @@
 
     checkpoints/step_000100/state/          model and optimizer shards, as safetensors
     checkpoints/step_000100/trainer.json    step, data position, loss scale, best metric ...
-    checkpoints/step_000100/manifest.json   size and SHA-256 of each file, script, model; last
+    checkpoints/step_000100/manifest.json   size and SHA-256 of each file, script, model;
+                                            written last
     checkpoints/latest, checkpoints/best    names of step folders
 
-Another number of ranks than wrote the shards can load them.
+The shards can be loaded by more or fewer ranks than wrote them.
 A folder is written under a temporary name and renamed when it is complete: a kill at any moment
 leaves the previous checkpoint in place. A save that fails (full disk, read-only) is a warning:
 training goes on. A checkpoint whose files have changed is refused before anything is loaded. No
@@ -86,10 +87,11 @@ class Checkpoints:
         self.resumes_own = False  # whether the run goes on from a checkpoint of its own folder
 
     def resume(self, checkpoint: Path | None, weights_only: bool = False) -> int:
-        """Load a checkpoint, or its weights alone; returns the step that training goes on from.
+        """Load a checkpoint; returns the step that training goes on from.
 
-        All ranks call it, as many as there are now. It takes less memory than training: one model
-        at a time, no gradients, moments on the host.
+        All ranks call it together; there may be more or fewer than at the save. It takes less
+        memory than training: one model at a time, no gradients, moments on the host. weights_only:
+        leave out the moments.
         """
         if checkpoint is None:
             return 0
@@ -124,8 +126,8 @@ class Checkpoints:
             load_shards(saved_tensors(name, adamw.model, optimizer), folder)
 
     def due(self, step: int, metric: float | None) -> bool:
-        """Whether to save now: every --save-every steps or at the end of an epoch, and after the
-        best evaluation so far; 0: never. Remembers the epoch."""
+        """Whether to save now: every --save-every steps or at the end of each epoch, and after the
+        best evaluation so far; never with --save-every 0. Remembers the epoch."""
         if self.save_every == 0:
             return False
         if self.save_every == "epoch":
@@ -231,7 +233,7 @@ class Checkpoints:
         memory."""
         size = 0
         for adamw in self.optimizers.values():
-            has_lora = any(adapters(adamw.model))  # what is frozen is not saved
+            has_lora = any(adapters(adamw.model))  # then what is frozen is not saved
             for parameter in adamw.model.parameters():
                 num_bytes = parameter.numel() * parameter.element_size()
                 if parameter.requires_grad:
@@ -312,8 +314,9 @@ def _prune(folder: Path, keep: int) -> None:
     for path in folder.glob("step_*"):
         if STEP_NAME.fullmatch(path.name) and path.is_dir():
             is_latest = path.name == pointers.get("latest")
-            # removed first: a folder without a manifest, left by a removal that failed; then the
-            # oldest by time, as higher numbers may be of an abandoned run; the latest last
+            # The latest is removed last. Of the others, one without a manifest, which a failed
+            # removal has left, goes first; then the oldest by time, as a higher number may be of
+            # an abandoned run.
             priority = (is_latest, (path / MANIFEST).is_file(), path.stat().st_mtime)
             steps.append((priority, path))
     steps.sort(key=lambda step: step[0])

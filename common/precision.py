@@ -1,5 +1,5 @@
-"""One choice of number format for trainer, engine and weight sync; the gap between them; loss
-scaling."""
+"""One choice of number format for trainer, engine and weight sync; the gap between the log-probs of
+engine and trainer; loss scaling."""
 
 from dataclasses import dataclass
 
@@ -54,8 +54,8 @@ def choose_dtype(flag: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: int) -> float:
-    """Mean |engine - trainer| of the log-probs (nats), [T] each here, over the tokens of all ranks.
-    RuntimeError above the limit, and for NaN."""
+    """Mean |engine - trainer| of the log-probs (nats) over the tokens of all ranks; this rank's are
+    [T]. RuntimeError above the limit, and for NaN."""
     difference = (rollout_logprobs - logprobs).abs().sum().item()
     total, count = all_reduce([difference, len(logprobs)])
     gap = total / max(count, 1.0)

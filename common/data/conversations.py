@@ -42,10 +42,10 @@ from common.torch_repair import transformers
 from common.types import Episode
 from common.vision import Vision
 
-# turns of the assistant: to find one, the template renders all before it, in quadratic time
+# turns of the assistant: the template renders all messages before each, in quadratic time
 MAX_TURNS = 500
 MAX_NOTED_KEYS = 10  # keys of messages that are not read
-LONG = 2**20  # characters: of longer texts the scan tries whether the tokenizer can take them
+LONG = 2**20  # characters: the scan tokenizes longer texts, in case the tokenizer breaks down
 
 
 def read_turns(
@@ -54,7 +54,7 @@ def read_turns(
     """The text of a conversation up to the end of the assistant's last turn, and its turns.
 
     The turns are {index of the message: (start, end)}: the characters that the assistant writes,
-    its end token included. If there are very many, those behind the cut at `max_tokens` are left
+    its end token included. If there are very many, those after the cut at `max_tokens` are left
     out. BadRow if the template changes earlier turns.
     """
     indices = []
@@ -81,10 +81,9 @@ def read_turns(
                 f"more than {MAX_TURNS} turns of the assistant: split it, or lower --max-tokens"
             )
         full = text if i == indices[-1] else template(messages[: i + 1])
-        previous_end = end
+        is_appended = full.startswith(header) and start >= end
         end = end_of_last_turn(start, full, tokenizer)
-        grows = full.startswith(header) and start >= previous_end and text.startswith(full[:end])
-        if not grows:
+        if not is_appended or not text.startswith(full[:end]):
             raise BadRow(
                 "the chat template rewrites earlier turns: masks cannot be derived turn by turn"
             )
@@ -93,7 +92,7 @@ def read_turns(
 
 
 def end_of_last_turn(start: int, text: str, tokenizer) -> int:
-    """The place behind the end token of a text's last turn, which begins at `start`.
+    """Where a text's last turn, which begins at `start`, ends: after its end token.
 
     Without an end token the turn ends with the text.
     """
@@ -218,8 +217,8 @@ class Conversations:
     """Rows of .parquet, .jsonl and .json files (a list of rows), kept in Arrow until they are used.
 
     Files, rows and pictures that cannot be used raise a ValueError here, at start-up, with file,
-    row and reason. With a `world` all ranks call this, and the first rank of each machine scans the
-    rows for the others.
+    row and reason; with bad_rows="drop" such rows are left out. With a `world` all ranks call this,
+    and the first rank of each machine scans the rows for the others.
     """
 
     def __init__(
@@ -241,7 +240,7 @@ class Conversations:
         self.vision = vision
         self.media_root = media_root
         self.known_tokens = KnownTokens(tokenizer, num_embeddings)
-        # called for rows with tools alone: they render the template
+        # called only for rows with tools or calls, as they render the template
         self.is_native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
         self.system_text = partial(default_system, tokenizer)
         self.placeholders: list[str] = []
@@ -252,8 +251,8 @@ class Conversations:
             paths, flag, max_rows, once=partial(once_per_machine, world, alike=False)
         )
         report = once_per_machine(world, self._scan)
-        self.files.refuse(report.bad_rows, "unusable rows", bad_rows == "drop")
-        usable = list(report.costs)  # the scan costs every row that is not bad
+        self.files.refuse(report.bad_rows, "unusable rows", drop=bad_rows == "drop")
+        usable = list(report.costs)  # every row that is not bad has a cost
         if not usable:
             raise ValueError(f"{flag}: no usable row in {paths}")
         for note, count in report.notes.items():
@@ -301,7 +300,10 @@ class Conversations:
         return report
 
     def _read(self, record: dict | str) -> tuple[Conversation, bool]:
-        """A row as a conversation, and whether it spells a control token. BadRow if unusable."""
+        """A row as a conversation, and whether it spells a control token. BadRow if unusable.
+
+        record: a text says why the row cannot be read.
+        """
         if isinstance(record, str):
             raise BadRow(record)
         try:
@@ -342,7 +344,7 @@ class Conversations:
         except BadRow:  # a ValueError, too
             raise
         except (TemplateError, TypeError, ValueError) as error:
-            # a tool call without a name
+            # for example, a tool call without a name
             raise BadRow(f"cannot be rendered: {error}") from error
         self._check_tool_calls(messages, rendered)
         flat = without_spaces(rendered)
@@ -350,7 +352,7 @@ class Conversations:
         check_texts(messages, flat)
         self.known_tokens.check(text)
         if len(rendered) > LONG:
-            encode(self.tokenizer, text)
+            encode(self.tokenizer, text)  # BadRow if the tokenizer breaks down
         first_trained = conversation.train.index(True)
         if first_trained not in turns:
             raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens")
@@ -375,7 +377,7 @@ class Conversations:
         try:
             is_same = self._render(without_calls) == rendered
         except (TemplateError, TypeError):
-            return  # it refuses replies without calls, so it looks at them
+            return  # the template refuses the messages without their calls, so it reads calls
         if is_same:
             raise BadRow(
                 "the chat template leaves out tool_calls: write them as <tool_call> into the "

@@ -1,6 +1,6 @@
 """An estimate of the memory of a rank in each phase of a step.
 
-`phases_of` is a sum of named terms, in gigabytes. docs/scaling.md ("What is counted") says what
+`phases_of` adds up named terms, in gigabytes. docs/scaling.md ("What is counted") says what
 each of them counts, and where its constants come from. tests/test_memory.py counts activations, and
 has peaks that were measured on an H100.
 """
@@ -27,8 +27,7 @@ PATCHES = 4  # tokens of a vision tower for each token of a picture
 
 
 def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
-    """--engine-memory, or its default if the plan does not choose; on a CPU the cache is filled
-    with zeros at the start."""
+    """--engine-memory, or its default where the plan does not choose it."""
     return rollout.engine_memory or (8.0 if on_gpu else 0.5)
 
 
@@ -42,11 +41,13 @@ def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: to
     keys = shape.keys
     outputs = shape.queries
     if machine.attention == "sdpa":
-        # each response has keys of its prompt, too, repeated for each head; outputs are joined
+        # each response has a copy of its prompt's keys, and keys are repeated for each head;
+        # concatenating the outputs copies them
         keys = shape.queries * longest(rollout) / rollout.max_response_tokens
         outputs = 2 * shape.queries
     elif machine.attention == "flex" and not is_power_of_two(shape.heads):
         keys = shape.queries  # transformers repeats them for each head
+    # queries, keys and values, outputs; a float32 log-sum-exp for each head
     attention = item * (shape.queries + 2 * keys + outputs) + 4 * shape.heads
     experts = item * 2 * shape.experts * shape.hidden  # inputs and outputs of each of them
     if machine.compile:  # norms and silu(gate) x up are computed again
@@ -104,17 +105,17 @@ def recomputed_bytes(
 def engine_workspace(
     shape: ModelShape, rollout: Rollout, dtype: torch.dtype, on_gpu: bool
 ) -> float:
-    """Bytes of an engine beside weights and cache: the forward of a batch of prompts, or float32
-    logits; CUDA graphs."""
-    if not rollout.uses_vllm:
+    """Bytes of an engine beside weights and cache: the forward of a batch of prompts or float32
+    logits, whichever is larger, and CUDA graphs."""
+    if not rollout.uses_vllm:  # a batch of common/engine/hf.py
         cache_of_sequence = 2 * shape.layers * shape.keys * dtype.itemsize * longest(rollout)
         fitting = int(cache_gib(rollout, on_gpu) * 2**30 / cache_of_sequence)
         sequences = max(1, min(256, fitting))
         tokens = sequences * rollout.max_prompt_tokens
-    elif on_gpu:  # vLLM's on an H100; it takes less on smaller cards
+    elif on_gpu:  # vLLM's limits of a batch on an H100; on smaller cards they are lower
         sequences = 1024
         tokens = 16_384
-    else:  # vLLM's on a CPU
+    else:  # those that common/engine/vllm.py sets on a CPU
         sequences = 256
         tokens = max(longest(rollout), 8192)
     forward = dtype.itemsize * tokens * (3 * shape.mlp / rollout.engine_parallel + 6 * shape.hidden)
@@ -130,7 +131,7 @@ class EngineBytes:
     weights: float
     cache: float
     workspace: float
-    after_rollout: float  # what of it stays in memory in the other phases
+    after_rollout: float  # what stays in memory in the other phases
 
 
 def engine_bytes(
@@ -139,6 +140,7 @@ def engine_bytes(
     if rollout.replay:
         return EngineBytes(weights=0.0, cache=0.0, workspace=0.0, after_rollout=0.0)
     weights = dtype.itemsize * policy.parameters / rollout.engine_parallel
+    # in full: on a CPU vLLM fills it with zeros at the start
     cache = cache_gib(rollout, on_gpu) * 2**30
     vllm_on_gpu = on_gpu and rollout.uses_vllm
     if on_gpu and rollout.sleep_level > 0:
@@ -158,7 +160,7 @@ class TrainerBytes:
     weights: float  # of all models, the reference among them
     reference: float
     adam: float
-    learned: list[float]  # of each trained model the number of parameters in this rank's optimizer
+    learned: list[float]  # number of parameters in this rank's optimizer, for each trained model
 
 
 def trainer_bytes(
@@ -169,6 +171,7 @@ def trainer_bytes(
     shards: int,
     dtype: torch.dtype,
 ) -> TrainerBytes:
+    """models, frozen: the trained models, and the references. shards: ranks that share a copy."""
     item = dtype.itemsize
     lora = machine.lora_rank > 0
     if lora:
@@ -201,9 +204,11 @@ def phases_of(
     """Estimated gigabytes of a rank: named terms, and their sums in the phases "rollout", "scoring"
     and "update".
 
-    The largest phase decides. The update is the largest of its moments: "backward" where the
-    activations are, "reduction" of what the root has gathered, "step" of the optimizer. On top of
-    each phase come the "context" of CUDA and what the allocator keeps.
+    The largest phase decides. The update counts as its largest moment: the "backward" while
+    activations are in memory, the "reduction" of the root's gradients, or the "step" of the
+    optimizer. No phase includes the "context" of CUDA and what the allocator keeps.
+
+    trained: the policy, then critics. frozen: references.
     """
     if machine.attention == "auto":
         attention = "flex" if on_gpu and dtype != torch.float16 else "sdpa"
@@ -212,7 +217,10 @@ def phases_of(
     models = [policy]
     if not rollout.eval_only:
         models.extend(shape.backbone for shape in trained[1:])
-    shards = 1 if machine.strategy == "ddp" else machine.shard_size or ranks
+    if machine.strategy == "ddp":
+        shards = 1
+    else:
+        shards = machine.shard_size or ranks
     trainer = trainer_bytes(models, frozen, rollout, machine, shards, dtype)
     nccl = 1e9 * NCCL if on_gpu and ranks > 1 else 0.0
     adam_at_rest = 0.0 if "optimizer" in machine.offload else trainer.adam
@@ -234,7 +242,7 @@ def phases_of(
         "step": 0.0,
     }
     if not rollout.eval_only:
-        # of one model at a time: that of the largest moment
+        # models are updated one at a time: the terms are those of the one with the largest moment
         for shape, count in zip(models, trainer.learned):
             moments = update_moments(shape, rollout, machine, ranks, shards, dtype, on_gpu)
             at_rest = resident + 4 * count + engine.after_rollout
@@ -270,11 +278,12 @@ def update_moments(
     dtype: torch.dtype,
     on_gpu: bool,
 ) -> dict[str, float]:
-    """Bytes of a model's forward and backward beside its weights, moments and gradients in shards.
+    """Bytes of a model at the moments of its update, beside the weights, gradients and Adam's state
+    that a rank keeps.
 
-    FSDP2 has its root gathered, with gradients, while activations are there. A layer is gathered
-    with the next one. Its gradients are copied to float32 and reduced, on a single rank into
-    another copy.
+    While activations are in memory, FSDP2 keeps its root gathered, with gradients. Each layer is
+    gathered along with the next one. Its gradients are copied to float32 and reduced; on a single
+    rank that makes another copy.
     """
     lora = machine.lora_rank > 0
     item = dtype.itemsize

@@ -25,8 +25,8 @@ RewardFunction = Callable[..., float | Mapping]
 Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
 FULL_MARKS = 1.0 - 1e-6
 AT_ONCE = 64  # calls of an `async def` that run concurrently
-CANCEL_S = 1.0  # for calls that have missed their deadline to close what they hold
-SLACK_S = 10.0  # of a batch beyond the deadline of its calls
+CANCEL_S = 1.0  # seconds that late calls get to close what they hold
+SLACK_S = 10.0  # how much later the deadline of a batch is than that of its calls
 MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
 
 
@@ -34,7 +34,7 @@ def built_in(module: str, name: str, *imports: str) -> RewardFunction:
     """A function with verl's signature that calls `name`(response, ground truth) of
     common.rewards.MODULE.
 
-    Its first call imports the module. imports: what that call imports besides.
+    Its first call imports the module. imports: what else that call imports.
     """
     module = f"common.rewards.{module}"
 
@@ -168,8 +168,9 @@ class RewardWorkers(Pool):
 
         super().__init__("a reward worker did not start", new_worker, workers)
         self.own_function = bool(function_spec)
-        # `Pool` has started one worker, with the default. It has loaded the function and knows its
-        # deadline: that is set in this worker at the end, and by `new_worker` in all later ones.
+        # `Pool` has started one worker, with the default deadline. That worker has loaded the
+        # function and reports the function's own deadline: from here on it holds for this worker,
+        # and for those that `new_worker` makes later.
         (first,) = self.workers
         self.timeout_s = first.facts["timeout_s"] or timeout_s
         self.is_async = first.facts["is_async"]
@@ -187,7 +188,7 @@ class RewardWorkers(Pool):
         caused it.
         """
         if self.is_async:
-            return self.score_at_once(jobs)
+            return self.score_in_batches(jobs)
         results = self.run(jobs, "rewards")
         if self.own_function:
             return results
@@ -199,17 +200,17 @@ class RewardWorkers(Pool):
         if num_slow:
             print(
                 f"rewards: {num_slow} answers took longer than {self.timeout_s:g} s to "
-                "compare: wrong",
+                "compare and count as wrong",
                 flush=True,
             )
         return results
 
-    def score_at_once(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
+    def score_in_batches(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
         """`score` with an `async def`."""
         results = []
         for start in Progress("rewards", range(0, len(jobs), AT_ONCE)):
             results += self.score_batch(jobs[start : start + AT_ONCE])
-            sign_of_life()  # a judge that is away may take each batch its whole deadline
+            sign_of_life()  # while a judge is down, each batch may take its whole deadline
         return results
 
     def score_batch(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
@@ -228,8 +229,8 @@ class RewardWorkers(Pool):
         return results
 
     def try_out(self, function_spec: str, row) -> None:
-        """Score the truth of a row, as if it were a response, and an empty one. ValueError if both
-        fail."""
+        """Score a row with its truth as the response, and if that fails, an empty response.
+        ValueError if both fail."""
         texts = {"its truth as the response": row.truth, "an empty response": ""}
         failures = ""
         for label, text in texts.items():
@@ -260,14 +261,15 @@ class Scorer:
     def __init__(self, function: RewardFunction | None):
         self.function = function  # None: the built-in ones
         is_async = inspect.iscoroutinefunction(function)
-        # one loop for all batches: clients are bound to theirs
+        # one loop for all batches: a client stays bound to the loop that it was first used in
         self.runner = asyncio.Runner() if is_async else None
         self.facts = {"timeout_s": deadline_of(function), "is_async": is_async}
 
     def __call__(self, job) -> dict:
         if self.runner:
             return {"results": self.runner.run(score_together(self.function, *job))}
-        return score_response(self.function or reward_function(job[0]), *job)
+        data_source = job[0]
+        return score_response(self.function or reward_function(data_source), *job)
 
 
 def deadline_of(function: RewardFunction | None) -> float | None:
@@ -344,9 +346,9 @@ def score_episodes(
     """Fill `rewards` of each episode from the text that the policy sampled; rows: prompt index ->
     Row.
 
-    extra_info["last_turn"] is the last turn, extra_info["trajectory"] the whole response: what
-    tools returned is in there alone. If scoring fails (an exception, a timeout, a dead worker, a
-    score that is not `usable`), the rewards are {"score": nan, "error": reason}.
+    extra_info["last_turn"] is the last turn, extra_info["trajectory"] the whole response, with what
+    tools returned. If scoring fails (an exception, a timeout, a dead worker, a score that is not
+    `usable`), the rewards are {"score": nan, "error": reason}.
     """
     jobs = []
     waiting = []  # episodes of `jobs`
@@ -378,7 +380,7 @@ def environment_rewards(reward: float) -> dict[str, float | str]:
         return {"score": reward}
     return {
         "score": nan,
-        "error": f"the environment's reward {reward:g} is above {MAX_SCORE:g}",
+        "error": f"the environment's reward {reward:g} is above {MAX_SCORE:g} in magnitude",
     }
 
 
