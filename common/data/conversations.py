@@ -33,7 +33,14 @@ from common.data.render import (
     without_spaces,
 )
 from common.data.rows import RowFiles
-from common.data.scan import Fingerprint, KnownTokens, ScanReport, num_shared, once_per_machine
+from common.data.scan import (
+    Fingerprint,
+    KnownTokens,
+    ScanReport,
+    max_num_tokens,
+    num_shared,
+    once_per_machine,
+)
 from common.distributed import World
 from common.files import shorten
 from common.pictures import BadRow, Media
@@ -213,6 +220,24 @@ def expand_pictures(
     return expanded_ids, expanded_mask
 
 
+def note_unread_keys(unread: Counter[tuple[str, ...]], notes: Counter[str]) -> None:
+    """Add to `notes` how many rows have messages with keys that are not read.
+
+    unread: such keys of a row -> number of rows.
+    """
+    num_rows: Counter[str] = Counter()
+    for keys, count in unread.items():
+        for key in keys:
+            num_rows[key] += count
+    noted_keys = [key for key, _ in num_rows.most_common(MAX_NOTED_KEYS)]
+    for key in noted_keys:
+        shown_key = shorten(repr(key), 80)
+        notes[f"have messages with the key {shown_key}, which is not read"] = num_rows[key]
+    for keys, count in unread.items():
+        if not set(keys) <= set(noted_keys):
+            notes["have messages with further keys that are not read"] += count
+
+
 class Conversations:
     """Rows of .parquet, .jsonl and .json files (a list of rows), kept in Arrow until they are used.
 
@@ -267,7 +292,7 @@ class Conversations:
         report = ScanReport()
         progress = self.files.progress()
         fingerprint = Fingerprint()
-        unread: Counter[str] = Counter()
+        unread: Counter[tuple[str, ...]] = Counter()  # of each row
         for i, record in enumerate(self.files.records()):
             progress.add()
             fingerprint.add(record)
@@ -278,7 +303,7 @@ class Conversations:
             except BadRow as error:
                 report.bad_rows[i] = str(error)
                 continue
-            unread.update(unread_keys(record))
+            unread[tuple(unread_keys(record))] += 1
             texts = [text_of(message) for message in conversation.messages]
             num_characters = sum(len(text) for text in texts)
             report.costs[i] = sum(picture_tokens) + num_characters / 4
@@ -291,11 +316,7 @@ class Conversations:
             report.note_misreadings(
                 "".join(texts), picture_tokens, has_control_tokens, self.tokenizer
             )
-        for key, count in unread.most_common(MAX_NOTED_KEYS):
-            shown_key = shorten(repr(key), 80)
-            report.notes[f"have messages with the key {shown_key}, which is not read"] = count
-        if len(unread) > MAX_NOTED_KEYS:
-            report.notes["have messages with further keys that are not read"] = sum(unread.values())
+        note_unread_keys(unread, report.notes)
         report.fingerprint = str(fingerprint)
         return report
 
@@ -389,8 +410,7 @@ class Conversations:
 
         num_before: pictures in the header, each with one placeholder in it.
         """
-        # a token has at least a byte
-        if len(header.encode()) + sum(picture_tokens) < self.max_tokens:
+        if max_num_tokens(header) + sum(picture_tokens) < self.max_tokens:
             return
         num_tokens = len(encode(self.tokenizer, header))
         num_tokens += sum(picture_tokens[:num_before]) - num_before

@@ -21,7 +21,14 @@ from common.data.media import (
 )
 from common.data.protocols import spacing
 from common.data.rows import RowFiles
-from common.data.scan import Fingerprint, KnownTokens, Lengths, ScanReport, once_per_machine
+from common.data.scan import (
+    Fingerprint,
+    KnownTokens,
+    Lengths,
+    ScanReport,
+    max_num_tokens,
+    once_per_machine,
+)
 from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
 from common.distributed import World
 from common.flags import Data, Rollout
@@ -379,12 +386,3 @@ class PromptData:
         num_tokens = len(row.prompt_ids)
         if num_tokens > self.max_prompt_tokens:  # the scan's count was lower
             raise BadRow(f"{num_tokens} tokens, above --max-prompt-tokens {self.max_prompt_tokens}")
-
-
-def max_num_tokens(text: str) -> int:
-    """An upper bound for a text's tokens, without one for a space that a tokenizer may prepend.
-
-    A token has at least one byte, and NFC can triple the bytes of text that is not ASCII.
-    UnicodeEncodeError for half a surrogate pair.
-    """
-    return len(text) if text.isascii() else 3 * len(text.encode())

@@ -105,6 +105,15 @@ class KnownTokens:
                 )
 
 
+def max_num_tokens(text: str) -> int:
+    """An upper bound for a text's tokens, without one for a space that a tokenizer may prepend.
+
+    A token has at least one byte, and NFC can triple the bytes of text that is not ASCII.
+    UnicodeEncodeError for half a surrogate pair.
+    """
+    return len(text) if text.isascii() else 3 * len(text.encode())
+
+
 class Lengths:
     """Numbers of tokens. Each word is tokenised once: the rows of a data set share most of theirs.
 
