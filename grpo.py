@@ -88,7 +88,7 @@ class Args:
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
     # baseline and scale of scores
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"
-    # mean over tokens; sequences (of gspo); constant length
+    # mean over tokens; sequences (default of gspo); constant length
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this; default of gspo: 3e-4
     # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28); default of gspo: 4e-4
@@ -97,7 +97,7 @@ class Args:
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
-    # by trainer / engine probability: TIS (truncate), IcePop and MIS (mask), or by response
+    # weight by trainer / engine probability: TIS (truncate), IcePop, MIS (mask); or drop responses
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"
     # truncate: 0 and the largest weight; mask, sequence: outside of it the weight is 0
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)
@@ -108,9 +108,9 @@ class Args:
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     overlong_buffer: Limit = 0
     mask_truncated: bool = False  # do not train on truncated responses
-    # replace groups of equal scores, in at most so many rounds of sampling; 0: keep them
+    # replace groups of equal scores, in at most this many rounds of sampling; 0: keep them
     dynamic_sampling: Limit = 0
-    # draw so many times the prompts, train on the groups whose scores deviate most
+    # draw this many times the prompts, train on the groups whose scores deviate most
     oversample: Amount = 1.0
     # added to the score of a right answer, for each tool call that did something
     tool_bonus: Amount = 0.0
@@ -150,8 +150,8 @@ DEMO = Args(
     run=Run(model="tiny", total_steps=40, eval_every=10),
 )
 
-# The mean over a sequence stays so near to 1 that PPO's bounds would never clip it (arXiv
-# 2507.18071 sec. 5.1).
+# GSPO's ratio is a mean over the sequence: it stays so near to 1 that PPO's bounds would never clip
+# it (arXiv 2507.18071 sec. 5.1).
 GSPO_DEFAULTS = {"clip_low": 3e-4, "clip_high": 4e-4, "reduction": "grpo"}
 
 
@@ -244,8 +244,8 @@ def sequence_ratio(logprobs: Tensor, logratio: Tensor, episodes: Tensor) -> Tens
 def cispo_loss(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-A clip(r) log p [N], the clipped ratio a constant weight: no token loses its gradient
-    (2506.13585 eq. 4)."""
+    """CISPO's loss of each token [N], -A clip(r) log p, and whether the clip is active [N]. The
+    clipped ratio is a constant weight: no token loses its gradient (arXiv 2506.13585 eq. 4)."""
     weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
     return -advantages * weight * logprobs, weight != ratio
 
@@ -258,8 +258,8 @@ def engine_correction(
     low: float,
     high: float,
 ) -> Tensor:
-    """Weight of each token [N], without a gradient, that corrects for the engine's having sampled
-    it. w = trainer's / engine's probability.
+    """Weight of each token [N], without a gradient, that corrects for sampling with the engine's
+    probabilities. w = trainer's / engine's probability.
 
     truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high,
     else 0 (IcePop, arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over
@@ -451,8 +451,8 @@ def backward(
 def collect(
     rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0
 ) -> list[Episode]:
-    """This rank's episodes of the next prompts, sampled and scored; `first` is the place of the
-    first in the step."""
+    """This rank's episodes of the next prompts, sampled and scored. first: place of the first of
+    these prompts in the step."""
     # 1. data
     prompts = rollouts.draw(num_prompts, first)
 
@@ -482,12 +482,13 @@ def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
 
 
 def widest_groups(episodes: list[Episode], count: int) -> list[Episode]:
-    """The `count` groups over all ranks whose scores deviate most, by their unbiased standard
-    deviation, which must be above 1e-9. Of equal ones the first prompts are taken."""
+    """This rank's episodes of the `count` groups, among those of all ranks, whose scores deviate
+    most. Of groups that deviate equally the first prompts are taken; equal scores never are."""
     ranking: list[tuple[float, int]] = []  # (-deviation, prompt): sorted, the widest comes first
     for prompt, group in by_prompt(episodes).items():
         if len(group) > 1:
             scores = torch.tensor([episode.score for episode in group])
+            # unbiased; rounded, so that errors in the last digits do not rank groups
             deviation = round(scores.double().std().item(), 9)
             if deviation:
                 ranking.append((-deviation, prompt))
@@ -529,7 +530,7 @@ def collect_groups(
     if num_missing and is_selective:
         say(
             f"step {step + 1} trains on {num_groups - num_missing} groups, not on {num_groups}: "
-            f"no more of {num_drawn} have unequal scores"
+            f"no more of the {num_drawn} drawn have unequal scores"
         )
     return sampled, episodes
 
@@ -574,8 +575,9 @@ def check_args(args: Args) -> None:
     kl_decides = args.advantage == "group-std" or args.mask_truncated
     if args.kl_reward_coef and kl_decides:
         raise SystemExit(
-            "--kl-reward-coef with --advantage group-std or --mask-truncated: KL would decide "
-            "equal groups; take --advantage group-mean or rloo, or --kl-loss-coef"
+            "--kl-reward-coef with --advantage group-std or --mask-truncated: the KL would decide "
+            "in groups of equal scores; take --advantage group-mean or rloo without "
+            "--mask-truncated, or --kl-loss-coef"
         )
     off_policy = args.minibatches * args.epochs_per_step > 1
     several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
@@ -774,7 +776,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
+        exit_code = requested_exit_code()  # after the evaluation: a signal may have come during it
         # log before saving: a step that a resume skips is then always on record
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")

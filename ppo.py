@@ -102,7 +102,7 @@ class Args:
     minibatches: Count = 4  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # bonus for entropy
-    # by trainer / engine probability: TIS (truncate), IcePop and MIS (mask), or by response
+    # weight by trainer / engine probability: TIS (truncate), IcePop, MIS (mask); or drop responses
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"
     # truncate: 0 and the largest weight; mask, sequence: outside of it the weight is 0
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)
@@ -294,8 +294,8 @@ def engine_correction(
     low: float,
     high: float,
 ) -> Tensor:
-    """Weight of each token [N], without a gradient, that corrects for the engine's having sampled
-    it. w = trainer's / engine's probability.
+    """Weight of each token [N], without a gradient, that corrects for sampling with the engine's
+    probabilities. w = trainer's / engine's probability.
 
     truncate: min(w, high) (TIS, fengyao.notion.site/off-policy-rl). mask: w if low <= w <= high,
     else 0 (IcePop, arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over
@@ -847,7 +847,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
+        exit_code = requested_exit_code()  # after the evaluation: a signal may have come during it
         # log before saving: a step that a resume skips is then always on record
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")

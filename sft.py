@@ -325,7 +325,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= evaluate(policy, eval_data, eval_rows, args, packer)
         metrics |= watch.metrics(world.device)
-        exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
+        exit_code = requested_exit_code()  # after the evaluation: a signal may have come during it
         logger.log(step + 1, metrics)
         # --save-weights-only keeps no best
         loss = None if args.save_weights_only else metrics.get("eval/loss")

@@ -166,13 +166,15 @@ def prompts_of(files, **options):
     from common.data.prompts import PromptData
     from common.tools.environments import is_class
 
-    own = {"tokenizer", "flag", "max_rows", "vision", "tools", "world", "num_embeddings", "plays"}
+    own = {"tokenizer", "flag", "max_rows", "vision", "tools", "world", "num_embeddings"}
+    own |= {"has_environment_class"}
     groups = [Data(), Rollout()]
     for name in options.keys() - own:
         (group,) = [group for group in groups if name in vars(group)]
         setattr(group, name, options[name])
     environment = options.get("environment")
-    options.setdefault("plays", environment is not None and is_class(environment))
+    is_environment_class = environment is not None and is_class(environment)
+    options.setdefault("has_environment_class", is_environment_class)
     return PromptData(files, *groups, **{name: options[name] for name in options.keys() & own})
 
 

@@ -98,7 +98,8 @@ def test_dynamic_sampling_of_a_solved_task_ends_as_any_run_does(tmp_path):
         1,
     ]
     done = run_script("grpo.py", *FEW, *options, "--output-dir", tmp_path / "run")
-    assert "step 1 trains on 0 groups, not on 6: no more of 12 have unequal scores" in done.stdout
+    told = "step 1 trains on 0 groups, not on 6: no more of the 12 drawn have unequal scores"
+    assert told in done.stdout
     record = steps_of(tmp_path / "run")[1]
     assert record["reward/mean"] == 1.0 and not {"policy/loss", "optim/grad_norm"} & set(record)
     assert (tmp_path / "run/model/config.json").is_file()

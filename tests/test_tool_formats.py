@@ -204,7 +204,7 @@ def test_what_no_call_is_ends_the_trajectory():
 def test_another_way_of_calling_is_refused_by_name(workers):
     tokenizer = tokenizer_of("glm-4.6")
     with pytest.raises(
-        ValueError, match="tools: the chat template calls them in another way than Hermes, Qwen3"
+        ValueError, match="chat template writes calls in another format than Hermes, Qwen3"
     ):
         to_messages([{"role": "user", "content": "Add."}], tokenizer, workers.tools)
     assert to_messages([{"role": "user", "content": "Add."}], tokenizer), "without tools it serves"

@@ -62,8 +62,8 @@ class PromptData:
     The constructor looks at every row. It raises a ValueError for files and rows that cannot be
     used, with file, row, reason and the flag that helps.
 
-    max_rows: of the concatenated files, before any is dropped. plays: --environment is a class;
-    then, and with --eval-only, a row without its truth is sampled, and not scored. world: all ranks
+    max_rows: of the concatenated files, before any is dropped. has_environment_class: --environment
+    is a class, not a function; then, and with --eval-only, a row needs no truth. world: all ranks
     call this, and the first rank of each machine scans for the others.
     """
 
@@ -80,7 +80,7 @@ class PromptData:
         tools: Mapping[str, Tool] | None = None,
         world: World | None = None,
         num_embeddings: int | None = None,
-        plays: bool = False,
+        has_environment_class: bool = False,
     ):
         self.tokenizer = tokenizer
         self.vision = vision
@@ -88,8 +88,8 @@ class PromptData:
         self.max_prompt_tokens = rollout.max_prompt_tokens
         self.max_images = rollout.max_images
         self.media_root = data.media_root
-        self.has_game = plays
-        self.needs_truth = not (rollout.eval_only or plays)
+        self.has_environment_class = has_environment_class
+        self.needs_truth = not (rollout.eval_only or has_environment_class)
         self.files = RowFiles(
             files,
             flag,
@@ -105,7 +105,7 @@ class PromptData:
         )
         # which rows a function answers: those with arguments for it, or all if none has any
         self.answered = "none"
-        if rollout.environment and not plays:
+        if rollout.environment and not has_environment_class:
             any_has_arguments = once_per_machine(world, self._any_row_has_arguments)
             self.answered = "own" if any_has_arguments else "all"
         self.placeholders: list[str] = []
@@ -150,7 +150,7 @@ class PromptData:
         gc.freeze()
         progress = self.files.progress()
         fingerprint = Fingerprint()
-        columns = None
+        columns = None  # all: an environment's `reset` gets them, or --eval-only writes them
         if self.needs_truth:
             # those that are read, and those that show that a row is of another system
             columns = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)
@@ -221,6 +221,7 @@ class PromptData:
             try:
                 row = self._prepare(record)
                 beside = self.files.folder(index)
+                # reads nothing of the files, but raises for one that it cannot open
                 read_tool_media(row.kwargs_of_tool, self.media_root, size=0, beside=beside)
                 if len(row.pictures) > self.max_images:
                     raise BadRow(
@@ -269,7 +270,7 @@ class PromptData:
         pictures = picture_sources(record, render.bare_text(record["prompt"]))
         if pictures and not self.vision:
             raise BadRow("has pictures, and the model reads text alone")
-        if self._is_played(record):
+        if self._has_environment(record):
             if isinstance(prompt, str):
                 raise BadRow("is a rendered prompt, which an --environment cannot add to")
             if is_continued(prompt):
@@ -287,9 +288,9 @@ class PromptData:
         messages = render.to_messages(spaced_prompt, self.tokenizer, tools, pictures=bool(pictures))
         return Prepared(prompt, messages, pictures, kwargs_of_tool, has_control_tokens)
 
-    def _is_played(self, record: dict) -> bool:
-        """Whether the --environment, a class, takes this row."""
-        return self.has_game and record.get("agent_name") != "single_turn_agent"
+    def _has_environment(self, record: dict) -> bool:
+        """Whether each trajectory of this row has an object of the --environment's class."""
+        return self.has_environment_class and record.get("agent_name") != "single_turn_agent"
 
     def _render(self, prepared: dict[int, Prepared], bad_rows: dict[int, str]) -> dict[int, str]:
         """The texts of prompts; those that the template refuses go into `bad_rows`."""
@@ -320,7 +321,7 @@ class PromptData:
                 raise BadRow(f"the chat template leaves out a message of role {message['role']!r}")
 
     def _picture_tokens(self, text: str, pictures: list[Picture], beside: Path) -> int:
-        """Tokens of a prompt's pictures. BadRow if its text has not one placeholder for each."""
+        """Tokens of a prompt's pictures. BadRow unless its text has one placeholder for each."""
         num_placeholders = sum(map(text.count, self.placeholders))
         if num_placeholders != len(pictures):
             names = " or ".join(self.placeholders)
@@ -343,7 +344,7 @@ class PromptData:
     def __getitem__(self, i: int) -> Row:
         """Usable row i. If it cannot be read now, it has a `problem` and no prompt_ids."""
         index = int(self.usable[i])
-        columns = None if self.has_game else (*REQUIRED, *OPTIONAL)
+        columns = None if self.has_environment_class else (*REQUIRED, *OPTIONAL)
         record = self.files.row(index, columns)
         prepared = self._prepare(record)
         ground_truth = truth_of(record)
@@ -357,7 +358,7 @@ class PromptData:
             answer_kwargs=render.answer_kwargs(record, self.answered),
             messages=prepared.messages,
         )
-        if self._is_played(record):
+        if self._has_environment(record):
             # no truth in the row: the environment may know it
             row.ground_truth = "" if ground_truth is None else ground_truth
             row.environment = {name: render.without_nulls(x) for name, x in record.items()}

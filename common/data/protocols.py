@@ -15,12 +15,13 @@ from common.types import trim
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CODE_OPEN, CODE_CLOSE = "<code>", "</code>"
 FENCE = "```python"
-BEGIN, END = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
-CODE_TAUGHT = (CODE_OPEN, "<image_clue_0>")  # in prompts that teach programs between tags
+REPLY_OPEN, REPLY_CLOSE = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
+# one of these is in a prompt that explains by itself how to write programs between tags
+CODE_TAUGHT = (CODE_OPEN, "<image_clue_0>")
 CALL_ID = "tool_call"  # Mistral's templates want nine characters
 UNSEEN = "the policy would not see what it is told; take a model whose template shows such messages"
 AFTER_CALL = r"\s*+(<\|\w+\|>|</s>)?\s*\Z"  # what may follow a native call at the end of a turn
-# name -> the field tool_calls of a template of `parse_response`
+# name -> `tool_calls` of a response template, by which transformers' `parse_response` finds calls
 CALL_FORMATS: dict[str, dict] = {
     "Qwen3-Coder": {
         "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
@@ -81,7 +82,7 @@ def spacing(tokenizer, spared: Iterable[str] = ()) -> Callable[[str], str]:
 
 
 class Protocol:
-    """What protocols share: a reply of a tool in a message of the chat template."""
+    """What protocols share: a tool's reply is a message in the chat template."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -90,11 +91,11 @@ class Protocol:
         for i, token in tokenizer.added_tokens_decoder.items():
             if token.special and token.content not in (OPEN, CLOSE, CODE_OPEN, CODE_CLOSE):
                 self.skipped.add(i)
-        # special tokens become text in what a tool writes, or the policy in a call
+        # makes text of special tokens in a reply: a tool may write them, or quote the policy's call
         self.spaced = spacing(tokenizer)
 
     def prompt(self, messages: list[dict]) -> str:
-        """Messages by the chat template; tools that it offers are in the first one, as "tools"."""
+        """The text of messages. The first message holds the tools that the template offers."""
         return self.tokenizer.apply_chat_template(
             messages, tools=messages[0].get("tools"), add_generation_prompt=True, tokenize=False
         )
@@ -107,8 +108,8 @@ class Protocol:
         """The text between an end-of-turn token and the next turn: a message of `role`.
 
         parts: texts and pictures; a picture becomes one placeholder. num_pictures: how many stand
-        before these. ValueError if the chat template refuses the role, or ends the assistant's
-        turns in another way.
+        before these. ValueError if the chat template refuses the role, or does not end the
+        assistant's turns with the end token.
         """
         content = []
         for part in parts:
@@ -138,8 +139,8 @@ class Protocol:
         end = self.tokenizer.eos_token
         if not end or not after_mark.startswith(end):
             raise ValueError(
-                f"the chat template does not end the assistant's turns with {end!r}: no tools "
-                "with it"
+                f"the chat template does not end the assistant's turns with {end!r}: tools do not "
+                "work with it"
             )
         return after_mark.removeprefix(end)
 
@@ -186,14 +187,14 @@ class Hermes(Protocol):
 
 
 class Code(Protocol):
-    """PyVision-RL's protocol (arXiv 2602.20739): programs between the tags <code>.
+    """PyVision-RL's protocol (arXiv 2602.20739): programs between the tags <code>, or without them.
 
     Replies are messages of the user.
     """
 
     @staticmethod
     def find_call(text: str) -> Call | None:
-        """The program that a turn ends with, in a fence for Python; None if there is none.
+        """A call with the program that a turn ends with, in a fence for Python; None without one.
 
         An <answer> that is closed ends the trajectory: then there is no call.
         """
@@ -225,11 +226,11 @@ class Code(Protocol):
     def content(text: str, pictures: Sequence, num_pictures: int) -> list:
         """The parts of a reply: the printed text, and the figures, numbered from `num_pictures`."""
         if not pictures:
-            return [f"{BEGIN}\nText Result:\n{text}{END}"]
-        parts = [f"{BEGIN}Text Result:\n{text}\nImage Result:\n"]
+            return [f"{REPLY_OPEN}\nText Result:\n{text}{REPLY_CLOSE}"]
+        parts = [f"{REPLY_OPEN}Text Result:\n{text}\nImage Result:\n"]
         for number, picture in enumerate(pictures, start=num_pictures):
             parts += [f"<image_clue_{number}>", picture, f"</image_clue_{number}>"]
-        return [*parts, END]
+        return [*parts, REPLY_CLOSE]
 
 
 def error_text(reason: str, role: str) -> str:
@@ -249,6 +250,7 @@ class Native(Protocol):
         super().__init__(tokenizer)
         self.skipped = set()
         self.schemas = list(schemas)
+        # a template must have an anchor, which is sought only in the prefix: that is empty here
         self.template = {"start_anchor": "\0", "fields": {"tool_calls": calls, "content": {}}}
 
     def find_call(self, text: str) -> Call | None:
@@ -301,11 +303,12 @@ def native_calls(tokenizer, chat_template: str) -> dict | None:
         "content": "",
         "tool_calls": [{"id": CALL_ID, "function": function}],
     }
-    template = partial(tokenizer.apply_chat_template, tools=[schema], tokenize=False)
+    render = partial(tokenizer.apply_chat_template, tools=[schema], tokenize=False)
     try:
-        template(question, tools=None)  # as with Hermes, whose tools are in the system message
-        before = template(question, add_generation_prompt=True)
-        rendered = template([*question, reply]).removeprefix(before)
+        # raises if the template needs `tools`; with Hermes they are in the system message instead
+        render(question, tools=None)
+        before = render(question, add_generation_prompt=True)
+        rendered = render([*question, reply]).removeprefix(before)
     except (TemplateError, TypeError):
         rendered = ""
     if "tool_calls" not in chat_template:
@@ -323,5 +326,5 @@ def native_calls(tokenizer, chat_template: str) -> dict | None:
             return call_format
     known_formats = ", ".join(CALL_FORMATS)
     raise ValueError(
-        f"tools: the chat template calls them in another way than Hermes, {known_formats}"
+        f"tools: the chat template writes calls in another format than Hermes, {known_formats}"
     )

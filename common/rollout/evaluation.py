@@ -143,7 +143,7 @@ def summarize(samples: list[dict]) -> dict[str, float]:
     prompt has; k goes over the powers of two up to n, and n. If all samples have calls and
     call_errors, eval/rapr is the share of samples with a call (rate of pixel-space reasoning, arXiv
     2505.15966), and eval/tool_error_rate the share of calls that failed. eval/unscored is the
-    number of prompts without a truth, if there are any: they count in lengths and calls alone.
+    number of prompts without a truth, if there are any: they count only in lengths and calls.
     ValueError without samples.
     """
     if not samples:
@@ -277,7 +277,7 @@ def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None
 
 
 def columns_of_record(record: dict) -> dict:
-    """All but pictures, those for programs included."""
+    """The columns of a row without its pictures, and without those that tools get."""
     columns = {name: value for name, value in record.items() if name not in PICTURE_COLUMNS}
     extra_info = columns.get("extra_info")
     if extra_info:
@@ -302,7 +302,7 @@ def to_arrow(values: list) -> pa.Array:
     """An array that parquet can hold: of the values, or of their JSON."""
     try:
         array = pa.array(values)
-        # Arrow has types that parquet lacks: to open a writer for one raises
+        # Arrow has types that parquet lacks: opening a writer for one raises
         schema = pa.schema([("column", array.type)])
         pq.ParquetWriter(pa.BufferOutputStream(), schema).close()
         return array
@@ -313,8 +313,8 @@ def to_arrow(values: list) -> pa.Array:
 
 
 def print_samples(step: int, samples: list[dict]) -> None:
-    """The first two of {prompt, completion, score, truth, truncated}, shortened in the middle; a
-    score of None: not scored."""
+    """Print the first two samples {prompt, completion, score, truth, truncated}, shortened in the
+    middle. A score of None means that there is no truth to score by."""
     for sample in samples[:2]:
         prompt = shorten(sample["prompt"], 300)
         truth = shorten(str(sample["truth"]), 100)

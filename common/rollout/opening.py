@@ -127,7 +127,7 @@ def open_prompts(
             "world": job.world,
             "tools": tools,
             "num_embeddings": job.num_embeddings,
-            "plays": has_environment_class(rollout),
+            "has_environment_class": has_environment_class(rollout),
         }
         if not rollout.eval_only:
             train_data = PromptData(data.train_data, max_rows=data.max_rows, **options)

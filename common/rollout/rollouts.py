@@ -124,7 +124,8 @@ class Rollouts:
 
         A seed depends on the row alone, so two evaluations differ only by the weights. A response
         that could not be scored counts as 0; a row without a truth does not count. All samples are
-        written to eval/step_NNNNNN.parquet, or to `samples_file`, then with a table on the console.
+        written to eval/step_NNNNNN.parquet. With `samples_file` they are written there instead, and
+        a table to the console.
         """
         sync_engine(self.engine, policy, step)
         samples: list[dict] = []
