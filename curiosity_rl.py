@@ -587,7 +587,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        exit_code = requested_exit_code()  # after the evaluation: a signal may have come in it
+        exit_code = requested_exit_code()  # after the evaluation: a signal may have come during it
         # log before saving: a step that a resume skips is then always on record
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
