@@ -34,7 +34,7 @@ class Logger:
         self.trackers = trackers
         self.is_main = is_main
         self.write_failed = False
-        # whether the file ends in half a line; None: not looked yet
+        # whether the file ends in half a line; None: not known yet
         self.torn: bool | None = None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -99,8 +99,8 @@ def ends_in_half_a_line(path: Path) -> bool:
     return path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
 
 
-# {metric: (label, width, format)}, 150 columns in all; evaluations come last, since most steps have
-# none
+# {metric: (label, width, format)}; a line has at most 150 characters. Evaluations come last, since
+# most steps have none
 COLUMNS = {
     "reward/mean": ("reward", 6, ".3f"),
     "reward/accuracy": ("acc", 5, ".3f"),
@@ -197,7 +197,7 @@ def is_untrained(metrics: dict[str, float]) -> bool:
 def open_logger(
     job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True
 ) -> Logger:
-    """The logger of a run, and all that is recorded or printed when it begins.
+    """Open the logger of a run, and record and print what is due when the run begins.
 
     That is config.json of a new run, the event of a resumed one, micro-batches that were made
     smaller, a warning if the disk is too small; curves are drawn at the end. args: of the script.
@@ -221,7 +221,7 @@ def open_logger(
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, is_main)
     at_end.callback(logger.close)
     if not record:
-        say(f"evaluates {job.checkpoint or job.run.model}")
+        say(f"evaluating {job.checkpoint or job.run.model}")
         return logger
     if job.checkpoint:
         changed = changed_flags(job.output_dir, config) if is_main else {}
@@ -231,7 +231,7 @@ def open_logger(
     budget = remembered_budget(job.output_dir, job.micro_batch_tokens)
     if budget < job.micro_batch_tokens:
         say(
-            f"micro-batches of {budget} tokens, since {job.output_dir}/micro_batch_tokens: "
+            f"micro-batches of {budget} tokens ({job.output_dir}/micro_batch_tokens): "
             "more did not fit"
         )
     checkpoints.warn_if_large()

@@ -49,8 +49,8 @@ def rope_parameters(config) -> list[dict]:
 
 
 def length_limits(config) -> dict[str, int]:
-    """{kind: longest text (tokens) that has the frequencies of short ones}, of kinds whose
-    frequencies change with the length."""
+    """{kind: the length (tokens) beyond which frequencies change}, without the kinds whose
+    frequencies never do."""
     limits = {}
     for parameters in rope_parameters(config):
         kind = parameters.get("rope_type") or ""
@@ -97,20 +97,21 @@ def set_text_lengths(model: nn.Module, max_model_len: int | None) -> None:
 
 
 class TextRotary:
-    """The rotary module of a model of transformers. It no longer follows the longest position of a
-    forward."""
+    """Sets the frequencies of a rotary module of transformers, which no longer follows the longest
+    position of a forward by itself."""
 
     def __init__(self, module: nn.Module):
         self.module = module
         self.embed = module.forward
         self.limits = length_limits(module.config)
         rope = module.config.rope_parameters
+        # "fixed": a type whose frequencies transformers does not change
         if isinstance(module.rope_type, dict):
             self.parameters = {layer_type: rope[layer_type] for layer_type in module.rope_type}
             module.rope_type = dict.fromkeys(module.rope_type, "fixed")
         else:
             self.parameters = {None: rope}
-            module.rope_type = "fixed"  # a type whose frequencies transformers does not change
+            module.rope_type = "fixed"
 
     def set_length(self, length: int) -> None:
         """Use the frequencies of a text of so many tokens, as transformers computes them in a
@@ -144,15 +145,16 @@ class TextRotary:
         return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
 
     def _length(self, positions: list[int]) -> int:
-        """Tokens of a prompt with a response; the positions of each response continue from the
-        prompt's end. ValueError if responses of different lengths need different frequencies."""
+        """Tokens of a prompt with its longest response; the positions of each response continue
+        from the prompt's end. ValueError if responses of different lengths share a prompt, and one
+        is beyond a limit."""
         lengths = {positions[-1] + 1}
         for position, following in pairwise(positions):
             if following <= position:
                 lengths.add(position + 1)
         if len(lengths) > 1 and max(lengths) > min(self.limits.values()):
             raise ValueError(
-                "responses of other lengths, and rotary frequencies, share a prompt: pack "
+                "responses that may need different rotary frequencies share a prompt: pack "
                 "them apart"
             )
         return max(lengths)

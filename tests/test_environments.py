@@ -191,7 +191,7 @@ def test_one_that_repeats_itself_differently_costs_the_sample(open_turns, tmp_pa
     (episode,), _ = run([script], turns, game_row(turns, log=str(tmp_path / "log")), n=1)
     assert (
         episode.finish_reason == "tool_failed"
-        and "repeats itself differently" in episode.calls[-1]["text"]
+        and "answers the same calls differently" in episode.calls[-1]["text"]
     )
     words = (tmp_path / "log").read_text().split()
     assert words.count("close") == words.count("reset") - 1, (

@@ -149,5 +149,5 @@ def test_a_fork_is_a_copy(tmp_path):
     manifest = tmp_path / "run/checkpoints/step_000002/manifest.json"
     assert json.loads(manifest.read_text())["script"] == "my_grpo"
     done = run_script(fork, *options, "--eval-only", env=by_itself)
-    assert "evaluates " in done.stdout and "samples:" in done.stdout
+    assert "evaluating " in done.stdout and "samples:" in done.stdout
     assert "--learning-rate" in run_script(fork, "--help", env=by_itself).stdout

@@ -343,14 +343,14 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(name, ranks, che
         return phases_of(rollout, machine, ranks, trained=[SHAPES[name]], frozen=[], **ON_A_CARD)
 
     machine = Machine(gradient_checkpointing=checkpointing)
-    tokens = largest_micro_batch(phases, Rollout(), machine, ranks, room=72.0)
+    tokens = largest_micro_batch(phases, Rollout(), machine, ranks, room_gb=72.0)
     assert tokens >= 1024
     assert tokens % 128 == 0
     fitting = replace(machine, micro_batch_tokens=tokens)
     assert phases(Rollout(), fitting, ranks)["update"] <= 72.0
     larger = replace(machine, micro_batch_tokens=tokens + 128)
     assert phases(Rollout(), larger, ranks)["update"] > 72.0
-    assert largest_micro_batch(phases, Rollout(), machine, ranks, room=2.0) == 0
+    assert largest_micro_batch(phases, Rollout(), machine, ranks, room_gb=2.0) == 0
 
 
 def planned_on_gpus(

@@ -1,4 +1,4 @@
-"""Rows of supervised data in several formats as messages, pictures, and which of them are trained.
+"""Supervised data in several formats: reads a row as messages, pictures, and what to train on.
 
 messages (+ images, videos, tools)      chat rows, verl's multi-turn parquet: <image> and <video>
                                         stand for pictures
@@ -37,7 +37,7 @@ SHAREGPT_ROLES = {
 FORMATS = (
     "messages, question and answer, prompt and extra_info.answer, message_list, or conversations"
 )
-# keys of a message that a template may read
+# keys of a message that are kept: flags of training, and what a template may read
 KEPT = ("train", "loss", "weight", "tool_calls", "tool_call_id", "name", "reasoning_content")
 READ = {"role", "content", "from", "value", *KEPT}
 # values of `train` and `loss`
@@ -56,23 +56,23 @@ class Conversation:
 
 def read_conversation(
     record: Mapping,
-    native: Callable[[], object] = lambda: None,
-    system: Callable[[], str] = lambda: DEFAULT_SYSTEM,
+    is_native: Callable[[], object] = lambda: None,
+    system_text: Callable[[], str] = lambda: DEFAULT_SYSTEM,
 ) -> Conversation:
     """A row of any known format. BadRow with the reason if it cannot be used.
 
     Of Pixel Reasoner's messages only the last and the one two before it are trained on, if they are
     the assistant's: earlier calls were wrong on purpose, and carry no flag.
 
-    native: whether the chat template offers and calls tools in a way of its own, not as Hermes.
-    system: the template's system text for a row that has none. Both are called for rows with tools
-    alone.
+    is_native: whether the chat template offers and calls tools in a way of its own, not as Hermes.
+    system_text: the template's, for a row that has none. Both are called only for rows with tools
+    or calls.
     """
     last_two_turns = record.get("message_list") is not None
     if last_two_turns:
         messages, pictures = from_items(record["message_list"])
     else:
-        messages, pictures = from_marks(record, native, system)
+        messages, pictures = from_marks(record, is_native, system_text)
     if not messages:
         raise BadRow("no messages")
     train = []
@@ -89,14 +89,14 @@ def read_conversation(
 
 
 def take_train_flag(message: dict, by_default: bool) -> bool:
-    """Whether a message is trained on by its own flag, which is removed.
+    """Whether a message is trained on: by its own flag, which is removed, or else `by_default`.
 
     The flag is `train`, `loss` (AgentInstruct, xtuner) or `weight` (OpenAI).
     """
     train = message.pop("train", None)
     loss = message.pop("loss", None)
     weight = message.pop("weight", None)
-    if train in LEFT_OUT or loss in LEFT_OUT or (weight is not None and weight == 0):
+    if train in LEFT_OUT or loss in LEFT_OUT or weight == 0:
         return False
     return by_default or train in TRAINED or loss in TRAINED
 
@@ -124,9 +124,9 @@ def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
     """Messages and pictures of Pixel Reasoner: a message is a list of items."""
     messages: list[dict] = []
     pictures: list[Picture] = []
-    for row in message_list:
+    for raw in message_list:
         parts = []
-        for item in row.get("content") or []:
+        for item in raw.get("content") or []:
             kind, value = read_item(item)
             if kind == "text":
                 parts.append({"type": "text", "text": value})
@@ -136,15 +136,15 @@ def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
         content: str | list[dict] = parts
         if all(part["type"] == "text" for part in parts):
             content = "".join(part["text"] for part in parts)
-        message = kept(row)
-        message["role"] = row.get("role")
+        message = kept(raw)
+        message["role"] = raw.get("role")
         message["content"] = content
         messages.append(message)
     return messages, pictures
 
 
 def read_item(item: Mapping) -> tuple[str, object]:
-    """The kind of an item (text, image or video) and its value. BadRow if it has not one kind."""
+    """The kind of an item (text, image or video) and its value. BadRow unless it has just one."""
     present = []
     for kind in ("text", "image", "video"):
         if item.get(kind) not in (None, []):
@@ -160,63 +160,66 @@ def read_item(item: Mapping) -> tuple[str, object]:
 
 
 def from_marks(
-    record: Mapping, native: Callable[[], object], system: Callable[[], str]
+    record: Mapping, is_native: Callable[[], object], system_text: Callable[[], str]
 ) -> tuple[list[dict], list[Picture]]:
     """Messages and pictures of the other formats: <image> and <video> in texts are pictures."""
-    rows = message_rows(record)
-    messages = [read_message(row, native) for row in rows]
+    messages = [read_message(raw, is_native) for raw in raw_messages(record)]
     if record.get("system") and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": record["system"]})
     tools = tools_of(record)
     if tools and messages:
         schemas = [function_schema(tool) for tool in tools]
-        messages = with_tools(messages, schemas, native(), system())
+        messages = with_tools(messages, schemas, is_native(), system_text())
     pictures = picture_sources(record, "\n".join(message["content"] for message in messages))
     if pictures:
         messages = [message | {"content": split_marks(message["content"])} for message in messages]
     return messages, pictures
 
 
-def message_rows(record: Mapping) -> list[dict]:
-    """The messages as the row has them, whatever its format. BadRow."""
+def raw_messages(record: Mapping) -> list[dict]:
+    """The messages as the row has them, whatever its format. BadRow if it has none."""
     question = record.get("question")
     answer = record.get("answer")
     prompt = record.get("prompt")
     if record.get("messages") is not None:
-        rows = record["messages"]
+        messages = record["messages"]
     elif record.get("conversations") is not None:
-        rows = record["conversations"]
+        messages = record["conversations"]
     elif question is not None and answer is not None:
-        rows = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
     elif isinstance(prompt, list) and (record.get("extra_info") or {}).get("answer"):
         reply = {"role": "assistant", "content": record["extra_info"]["answer"]}
-        rows = with_replies(prompt, [reply])
+        messages = with_replies(prompt, [reply])
     else:
         raise BadRow(f"has the columns {', '.join(record)}; expected {FORMATS}")
-    if isinstance(rows, str):
+    if isinstance(messages, str):
         raise BadRow(
             "not a conversation: its messages are a text; write the list itself, "
             "json.loads(messages)"
         )
-    return rows
+    return messages
 
 
-def read_message(row: Mapping, native: Callable[[], object]) -> dict:
-    """A message of {role, content}, or of ShareGPT's {from, value}. BadRow without a text."""
-    sender = row.get("from")
-    role = row.get("role") or SHAREGPT_ROLES.get(sender, sender)
-    content = row.get("content")
+def read_message(raw: Mapping, is_native: Callable[[], object]) -> dict:
+    """A message of {role, content}, or of ShareGPT's {from, value}. BadRow if it has neither a text
+    nor tool calls."""
+    sender = raw.get("from")
+    role = raw.get("role") or SHAREGPT_ROLES.get(sender, sender)
+    content = raw.get("content")
     if content is None:
-        content = row.get("value")
-    if not isinstance(content, str) and not row.get("tool_calls"):
-        raise BadRow(f"message {row!r:.80} has no text as its content")
+        content = raw.get("value")
+    if not isinstance(content, str) and not raw.get("tool_calls"):
+        raise BadRow(f"message {raw!r:.80} has no text as its content")
     message = {}
     if sender == "observation":
         message["tool_call_id"] = CALL_ID
-    message |= kept(row)
+    message |= kept(raw)
     message["role"] = role
     if sender == "function_call":
-        message |= tool_call_message(content, native())
+        message |= tool_call_message(content, is_native())
     else:
         message["content"] = content or ""
     return message
@@ -238,15 +241,15 @@ def function_schema(tool: Mapping) -> dict:
 
 
 def kept(message: Mapping) -> dict:
-    """The keys of a message, beside role and content, that a template may read, without nulls."""
+    """The keys of a message, beside role and content, that are kept, without nulls."""
     return parse_call_arguments(without_nulls({key: message.get(key) for key in KEPT}))
 
 
 def tool_call_message(value: str, native: object) -> dict:
-    """LLaMA-Factory's {name, arguments}, or a list of them, as keys of a message.
+    """A message's content and calls, from LLaMA-Factory's JSON: {name, arguments}, or a list.
 
-    The message is what the policy has to write: tool_calls for a `native` template, else the tags
-    of Hermes.
+    They are what the policy has to write: tool_calls for a `native` template, else a text with the
+    tags of Hermes. A text that has them already stays as it is.
     """
     if value.strip().startswith(OPEN):
         return {"content": value}

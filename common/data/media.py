@@ -29,7 +29,7 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
     """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ.
 
     text: of the prompt. A row of PyVision has one picture, as `image`, or as a path in `mm_hint`.
-    The hint counts only if the prompt has a mark for it; else it is `for_interpreter`.
+    The hint counts only if the prompt has a mark for it; else `for_interpreter` gives it to a tool.
     """
     refuse_foreign_marks(record, text)
     images = images_of(record, text)
@@ -95,10 +95,10 @@ def for_interpreter(hint: Mapping, text: str) -> dict:
 def read_tool_media(
     tools: Mapping[str, Mapping], root: Path | None, size: int = -1, *, beside: Path | None = None
 ) -> dict[str, dict]:
-    """A row's keyword arguments for its tools, in which frames of {"kind", "frames"} are bytes.
+    """A row's keyword arguments for its tools, with the frames of each {"kind", "frames"} as bytes.
 
-    tools: name -> keyword arguments. size: of each frame at most; -1 for all of it. BadRow for a
-    file that cannot be read.
+    tools: name -> keyword arguments. size: how many bytes of each frame to read; -1 reads all.
+    BadRow for a file that cannot be read.
     """
     kwargs_of_tool: dict[str, dict] = {}
     for name, kwargs in tools.items():
@@ -152,9 +152,9 @@ def media_file(item: object, root: Path | None, *, beside: Path | None = None) -
 def find_media(name: str, root: Path | None, beside: Path | None) -> str:
     """The path of a row's picture: `beside` its data file, else under the `root`.
 
-    Without a `root` the second place is the current folder. With one no path may leave its folder,
-    by "..", through a link, or as an absolute one. BadRow for such a path, and for different files
-    at both places.
+    Without a `root` the second place is the current folder. With a `root`, a path must not lead out
+    of its folder, be it by "..", through a link, or as an absolute path. BadRow for one that does,
+    and for different files at the two places.
     """
     folders: dict[str, Path | None] = {}  # path -> the folder that it may not leave
     if beside and not os.path.isabs(name):
@@ -174,10 +174,11 @@ def find_media(name: str, root: Path | None, beside: Path | None) -> str:
     for path in paths:
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folders[path])):
             return path
+    outside = paths[-1]
     folder = f"{beside}, the folder of its data file"
-    if folders[path] == root:
+    if folders[outside] == root:
         folder = f"--media-root {root}"
-    raise BadRow(f"{path} leads out of {folder}")
+    raise BadRow(f"{outside} leads out of {folder}")
 
 
 def open_media(
@@ -195,9 +196,9 @@ def open_media(
 def count_tokens(
     picture: Picture, root: Path | None, limits: PixelLimits, *, beside: Path | None = None
 ) -> int:
-    """Tokens of a picture, from the header of its first frame. BadRow.
+    """Tokens of a picture, from the header of its first frame. BadRow if it cannot be read.
 
-    The files of the other frames only need to exist.
+    The files of the other frames are opened, but not read.
     """
     kind, items = picture
     for item in items[1:]:

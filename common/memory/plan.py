@@ -195,7 +195,7 @@ class _PlannedRun:
             rollout,
             self.machine,
             self.ranks,
-            room=limit,
+            room_gb=limit,
             most_tokens=tokens,
             most_cache_gib=most_gib,
             least_cache_gib=self.least_cache_gib,

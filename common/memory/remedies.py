@@ -25,25 +25,26 @@ class Remedy:
     cost: float = 0.0
     rollout: dict[str, Any] = field(default_factory=dict)  # changed fields
     machine: dict[str, Any] = field(default_factory=dict)  # changed fields
-    gpus: int = 1  # factor of their number
+    gpus: int = 1  # how many times as many GPUs
 
 
 def longest(rollout: Rollout) -> int:
-    """Tokens of an episode; one that is longer than a micro-batch gets a micro-batch of its own."""
+    """The most tokens that an episode may have. One that is longer than a micro-batch gets a
+    micro-batch of its own."""
     return rollout.max_prompt_tokens + rollout.max_response_tokens
 
 
 def largest_micro_batch(
-    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float
+    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room_gb: float
 ) -> int:
-    """The most tokens, a multiple of 128, whose update takes at most `room` gigabytes; 0 if 128
-    take more."""
+    """The most tokens, a multiple of 128, whose update takes at most `room_gb`; 0 if 128 take
+    more."""
     low = 0  # in steps
     high = 2**13
     while low < high:
         middle = (low + high + 1) // 2
         larger = replace(machine, micro_batch_tokens=STEP * middle)
-        if phases(rollout, larger, ranks)["update"] <= room:
+        if phases(rollout, larger, ranks)["update"] <= room_gb:
             low = middle
         else:
             high = middle - 1
@@ -51,15 +52,15 @@ def largest_micro_batch(
 
 
 def fitting_micro_batch(
-    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, most_tokens: int
+    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room_gb: float, most_tokens: int
 ) -> int:
-    """The largest power of two of tokens, at most `most_tokens`, whose update takes at most `room`
-    gigabytes.
+    """The largest power of two of tokens, at most `most_tokens`, whose update takes at most
+    `room_gb`.
 
     An episode is never divided, so the result is at least the longest one, whether that fits or
     not.
     """
-    fitting = min(most_tokens, largest_micro_batch(phases, rollout, machine, ranks, room))
+    fitting = min(most_tokens, largest_micro_batch(phases, rollout, machine, ranks, room_gb))
     tokens = 1
     while 2 * tokens <= fitting:
         tokens *= 2
@@ -67,16 +68,16 @@ def fitting_micro_batch(
 
 
 def fitting_cache(
-    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room: float, least: float
+    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room_gb: float, least: float
 ) -> float:
-    """The largest KV cache, in quarters of a GiB, with which a rollout takes at most `room`
-    gigabytes; or `least`."""
+    """The largest KV cache, in quarters of a GiB, with which a rollout takes at most `room_gb`;
+    but at least `least`."""
     low = 0  # in quarters of a GiB
-    high = int(4 * room * 1e9 / 2**30)
+    high = int(4 * room_gb * 1e9 / 2**30)
     while low < high:
         middle = (low + high + 1) // 2
         larger = replace(rollout, engine_memory=middle / 4)
-        if phases(larger, machine, ranks)["rollout"] <= room:
+        if phases(larger, machine, ranks)["rollout"] <= room_gb:
             low = middle
         else:
             high = middle - 1
@@ -153,15 +154,15 @@ def cheapest_change(
     rollout: Rollout,
     machine: Machine,
     ranks: int,
-    room: float,
+    room_gb: float,
     most_tokens: int,
     most_cache_gib: float,
     least_cache_gib: float,
 ) -> str:
-    """The cheapest remedies with which each phase fits into `room` gigabytes: "with FLAGS on N
-    GPUs"; "" if there are none.
+    """The cheapest remedies with which each phase fits into `room_gb`: "with FLAGS on N GPUs"; ""
+    if there are none.
 
-    Beside the alternatives --micro-batch-tokens may be lowered from `most_tokens`, and
+    Besides the alternatives, --micro-batch-tokens may be lowered from `most_tokens`, and
     --engine-memory from `most_cache_gib` to `least_cache_gib`. They are named unless the run
     chooses them by itself, which is when they are None.
     """
@@ -176,15 +177,15 @@ def cheapest_change(
             break
         new_rollout, new_machine, new_ranks = apply_remedies(combination, rollout, machine, ranks)
         for cache in caches(
-            phases, new_rollout, new_machine, new_ranks, room, most_cache_gib, least_cache_gib
+            phases, new_rollout, new_machine, new_ranks, room_gb, most_cache_gib, least_cache_gib
         ):
             with_cache = replace(new_rollout, engine_memory=cache)
             gb = phases(with_cache, new_machine, new_ranks)
-            if gb["rollout"] > room or gb["scoring"] > room:
+            if gb["rollout"] > room_gb or gb["scoring"] > room_gb:
                 continue
             tokens = machine.micro_batch_tokens
-            if gb["update"] > room:
-                tokens = largest_micro_batch(phases, with_cache, new_machine, new_ranks, room)
+            if gb["update"] > room_gb:
+                tokens = largest_micro_batch(phases, with_cache, new_machine, new_ranks, room_gb)
             if tokens == 0:
                 continue
             # weights are gathered and gradients reduced for each micro-batch
@@ -210,16 +211,16 @@ def caches(
     rollout: Rollout,
     machine: Machine,
     ranks: int,
-    room: float,
+    room_gb: float,
     cache: float,
     least: float,
 ) -> list[float]:
-    """Sizes of the KV cache (GiB) to try: as it is, then, if smaller, what the rollout leaves, what
-    all phases leave, and the least."""
+    """Sizes of the KV cache (GiB) to try: `cache`, and, where smaller, the sizes with which the
+    rollout fits and with which all phases fit, and `least`."""
     gb = phases(replace(rollout, engine_memory=cache), machine, ranks)
     smaller_sizes = []
     for needed in (gb["rollout"], max(gb[phase] for phase in PHASES)):
-        excess_gib = (needed - room) * 1e9 / 2**30
+        excess_gib = (needed - room_gb) * 1e9 / 2**30
         smaller_sizes.append((cache - excess_gib) // 0.25 * 0.25)
     smaller_sizes.append(least)
     return [cache] + [size for size in smaller_sizes if least <= size < cache]

@@ -34,7 +34,7 @@ class PastCall(NamedTuple):
 class Transcript:
     """What an environment has gone through in a trajectory."""
 
-    trajectory: int  # its key
+    trajectory: int  # the key of the trajectory
     seed: str
     columns: dict[str, Any]  # of its row
     opening: str = ""  # what `reset` returned
@@ -60,7 +60,7 @@ class FunctionJob:
 
 
 def is_class(spec: str) -> bool:
-    """Is NAME of --environment FILE.py:NAME a class, which plays, or a function, which answers?"""
+    """Whether NAME of --environment FILE.py:NAME is a class, which plays; else a function."""
     return inspect.isclass(load_function(spec, "--environment"))
 
 
@@ -73,8 +73,8 @@ def load_environment(spec: str) -> type:
 
 
 def method_schemas(spec: str) -> dict[str, dict]:
-    """{method: schema} of the tools of an environment. ValueError for one that lacks a type or a
-    description."""
+    """{method: schema} of the tools of an environment. ValueError if it has none, or if one lacks a
+    type or a description."""
     from common.torch_repair import transformers  # not in workers: it takes seconds
 
     schemas: dict[str, dict] = {}
@@ -92,7 +92,7 @@ def method_schemas(spec: str) -> dict[str, dict]:
         schemas[name] = schema
     if not schemas:
         raise ValueError(
-            f"--environment {spec}: no public method with a docstring, which the policy could call"
+            f"--environment {spec}: no public method with a docstring that the policy could call"
         )
     return schemas
 
@@ -177,7 +177,7 @@ class LiveEnvironments:
         """Repeat the transcript with a new environment. Returns what is wrong, or ""."""
         if not getattr(self.environment_class, "replayable", True):
             return "the environment has died, and is not replayable"
-        different = "the environment has died, and repeats itself differently"
+        different = "the environment has died, and a new one answers the same calls differently"
         if self.reset(transcript) != transcript.opening:
             return different
         for call in transcript.calls:
@@ -187,7 +187,7 @@ class LiveEnvironments:
         return ""
 
     def close_with_reward(self, key: int) -> dict:
-        """Its reward as fields of a reply; the environment is closed."""
+        """Close an environment. Returns its reward as fields of a reply."""
         try:
             reward = first_attribute(self.environments[key], "reward", "get_reward")
         finally:
@@ -215,15 +215,15 @@ class LiveEnvironments:
 def seed(transcript: Transcript, step: int) -> None:
     """Seed random numbers by the row and the number of the call alone: all samples of a group, and
     a repetition, draw the same."""
-    import numpy as np  # tools need none
+    import numpy as np  # not at the top: tools need no numpy
 
     random.seed(f"{transcript.seed}/{step}")
     np.random.seed(random.getrandbits(32))
 
 
 def answer_of(function: Callable, job: FunctionJob) -> dict:
-    """The function's answer as fields of a reply; info: {"ends": it has nothing to say, "reward":
-    of the turn, or None}."""
+    """The function's answer as fields of a reply; info: {"ends": whether it has nothing to say,
+    "reward": that of the turn, or None}."""
     kwargs = accepted_kwargs(function, job.kwargs)
     result = function(job.messages, job.ground_truth, **kwargs)
     text = result

@@ -17,7 +17,7 @@ from common.progress import Progress
 from common.workers.process import USER_MODULE, Worker, describe
 
 SHARE = 4  # homes of a worker before another one is started for the next home
-NO_WORKER = "no worker starts"  # how the error of a job begins that no process could take
+NO_WORKER = "no worker starts"  # start of the error of a job that no process could take
 
 
 class Pool:
@@ -26,8 +26,8 @@ class Pool:
     The first is started by the constructor, which raises a ValueError if it does not start; the
     others when there is a job for them. Jobs with the same `home` go to the same worker, which may
     keep a state for the next one; a worker gets `share` homes before another one is started. The
-    reply to a job that fails is {"error": reason}. If a later worker does not start, that costs the
-    job that it would have got, and it is started again for the next.
+    reply to a job that fails is {"error": reason}. If a later worker does not start, the job that
+    it would have got fails, and the worker is started again for the next one.
 
     A worker is a `Worker`, or has the attributes and methods that are used here.
     """
@@ -124,7 +124,8 @@ class Pool:
             if queue and free > 0 and worker.make_ready():
                 worker.take(*queue.popleft())
                 free -= 1
-        # workers that are not busy start, or wait because `at_once` are: they get the next jobs
+        # workers that are not busy are starting, or wait because `at_once` others are busy: each of
+        # them will take a job
         num_waiting = sum(not worker.busy for worker in self.workers)
         num_new = min(self.max_workers - len(self.workers), len(self.queue) - num_waiting)
         for _ in range(num_new):
