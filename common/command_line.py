@@ -150,7 +150,7 @@ def help_screen(args_class: type, doc: str, groups: list[str]) -> str:
         lines.append("")
         for name in group.split():
             lines += help_lines(actions[f"--{name}"], defaults[name.replace("-", "_")])
-    return "\n".join([*lines, "", "--help-all: all flags, and all that is to be said of them"])
+    return "\n".join([*lines, "", "--help-all: all flags, with their whole help"])
 
 
 def help_lines(action: argparse.Action, default: Any) -> list[str]:

@@ -1,12 +1,12 @@
-"""A Hugging Face folder from a checkpoint, of whatever number of ranks, as its run writes model/
-when it ends.
+"""Write the Hugging Face folder of a checkpoint, saved by any number of ranks, as its run writes
+model/ when it ends.
 
     python -m common.export runs/NAME --model Qwen/Qwen2.5-VL-7B-Instruct --out FOLDER
     python -m common.export runs/NAME/checkpoints/step_000100 --model BASE --out FOLDER
 
-On a CPU, without an engine, in memory for the model in float32. A run's folder means its last
-checkpoint; of PPO's the policy is written. The checkpoint's files are verified first, and none of
-them holds what could be executed.
+It runs on a CPU, without an engine, and needs memory for the model in float32. A run's folder means
+its last checkpoint; from a checkpoint of PPO, only the policy is written. The checkpoint's files
+are verified first, and none of them can hold executable code.
 """
 
 import json
@@ -92,7 +92,7 @@ def main(args: Args) -> None:
     out = args.out.resolve()
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     export_hugging_face(policy, tokenizer, out, world, dtype, args.model)
-    WrittenFiles(out).list.unlink()  # no later export may replace these files
+    WrittenFiles(out).list_file.unlink()  # no later export may replace these files
     print(f"{args.out}: the weights of {folder} in {dtype}")
 
 
@@ -112,8 +112,9 @@ def initial_policy(
     dtype: torch.dtype,
     trust_remote_code: bool,
 ) -> Policy:
-    """The policy that a run has started from, for the names of its weights. lora: rank, alpha and
-    targets of its adapters, if it has some; they lie on a base in `dtype`."""
+    """The policy that a run has started from; its weights, or with LoRA those of its adapters, are
+    to be restored. lora: rank, alpha and targets of the adapters, which lie on a base in `dtype`.
+    """
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     model = auto_class(config).from_pretrained(
         path,
@@ -218,9 +219,9 @@ def export_hugging_face(
 
 
 def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationConfig":
-    """The model's, with the tokenizer's end token, too: `end_turns_properly` may have changed it.
-    Without its sampling settings if transformers would not save them: some published ones
-    contradict each other."""
+    """The model's generation config with the tokenizer's end token added, which
+    `end_turns_properly` may have changed. If transformers refuses to save the model's settings,
+    since some published ones contradict each other, the config has the end tokens alone."""
     config = model.generation_config
     ends = config.eos_token_id
     if not isinstance(ends, list):
@@ -230,8 +231,8 @@ def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationCo
         config.validate(strict=True)
     except ValueError as error:
         print(
-            "warning: generation_config.json has end tokens alone, since its own is refused: "
-            f"{error}",
+            "warning: generation_config.json has end tokens alone, since transformers refuses the "
+            f"model's own settings: {error}",
             flush=True,
         )
         config = transformers.GenerationConfig(eos_token_id=config.eos_token_id)
@@ -267,7 +268,7 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
 
 
 def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None:
-    """Complete the files of an export, with weights in `dtype`, by those of the model that it was
+    """Complete an export, whose weights are in `dtype`, with the files of the model that it was
     trained from."""
     config = read_json(export / "config.json")
     if (source / "config.json").is_file():
@@ -298,8 +299,8 @@ def merge_configs(written: dict, read: dict) -> dict:
     """The config.json that was `read` from the source, with keys that only the one `written` by the
     export has.
 
-    A source without a dict for its text part (Qwen2.5-VL's) gets none: it would be read in place of
-    the other keys.
+    A part that is a dict in `written` alone, such as the text part of Qwen2.5-VL, is left out:
+    transformers would read it in place of the keys outside.
     """
     merged = dict(read)
     if "quantization_config" not in written:

@@ -43,11 +43,11 @@ SMOLLM2 = "smollm2-135m-instruct"  # folder of the prepared model
 
 
 def resolve_model(name: str, flag: str = "--model") -> str:
-    """Folder of a model: an embedded name, a folder, or a hub id, which the first rank to get there
-    downloads.
+    """The folder of the model that `name` means.
 
-    SystemExit for a folder without a config.json or a tokenizer, with the subfolders that have one,
-    and for a file that cannot be read.
+    name: an embedded name, smollm2, a folder, or a hub id, which the first rank to get there
+    downloads. SystemExit for a folder without a config.json or a tokenizer, with the subfolders
+    that have one, and for a file that cannot be read.
     """
     if name in EMBEDDED:
         return str(FOLDERS[name])
@@ -174,10 +174,10 @@ def check_weights(
     one.
     """
     missing, unknown, reshaped = compare_weights(model, path, flag)
-    homeless = unknown  # those that are refused; `unknown` keeps all, to find a wrapper's names
+    refused = unknown
     if headless:
         missing = [name for name in missing if in_backbone(model, name)]
-        homeless = [name for name in unknown if in_backbone(model, name)]
+        refused = [name for name in unknown if in_backbone(model, name)]
         reshaped = [entry for entry in reshaped if in_backbone(model, entry[0])]
     prefix = f"{flag} {path}: its files have"
     no_place = f"for which {type(model).__name__} has no place, by its config.json"
@@ -188,13 +188,13 @@ def check_weights(
                 f", but {wrapped[0]}: a wrapper was saved (torch.compile, DataParallel); "
                 "save the model inside it"
             )
-        elif homeless:
-            instead = f", but {homeless[0]}, {no_place}"
+        elif refused:
+            instead = f", but {refused[0]}, {no_place}"
         else:
             instead = ""
         raise SystemExit(f"{prefix} no {missing[0]}{instead}")
-    if homeless:
-        raise SystemExit(f"{prefix} {homeless[0]}, {no_place}")
+    if refused:
+        raise SystemExit(f"{prefix} {refused[0]}, {no_place}")
     if reshaped:
         name, shape, model_shape = reshaped[0]
         raise SystemExit(
@@ -250,17 +250,17 @@ def in_backbone(model: nn.Module, name: str) -> bool:
 
 
 def download(name: str, flag: str) -> Path:
-    """Folder of ORG/NAME, or of ORG/NAME/SUBFOLDER, on the hub: its files, without those of its
-    subfolders.
+    """Download ORG/NAME, or ORG/NAME/SUBFOLDER, from the hub: its files, without those of its
+    subfolders. Returns the folder.
 
-    If it has no config.json, those of its subfolders are downloaded. SystemExit if the hub does not
-    have it.
+    If it has no config.json, those of its subfolders are downloaded, so that `resolve_model` can
+    name them. SystemExit if the hub does not have it.
     """
     parts = name.split("/")
     repository = "/".join(parts[:2])
     subfolder = "".join(f"{part}/" for part in parts[2:])
     problem = (
-        f"no folder, none of {', '.join(EMBEDDED)}, smollm2, not to be had from the hub "
+        f"no folder, none of {', '.join(EMBEDDED)}, smollm2, and the hub does not give it "
         "(HF_ENDPOINT: a mirror)"
     )
     with user_errors(f"{flag} {name}: {problem}"):
@@ -322,15 +322,16 @@ def load_tokenizer(
     # also the first call of `encode`: that changes settings, and must not come from a thread
     if not tokenizer.encode("a", add_special_tokens=False):
         raise SystemExit(
-            f"{path}: its tokenizer makes nothing of texts: are tokenizer.json and its like there?"
+            f"{path}: its tokenizer turns text into no tokens: are tokenizer.json and its like "
+            "there?"
         )
     check_template(tokenizer, path)
     return tokenizer
 
 
 def check_template(tokenizer, path: str) -> None:
-    """SystemExit for a chat template that was cut or is no template; else every row would count as
-    bad."""
+    """SystemExit for a chat template that is cut off or is no template; else every row would count
+    as bad."""
     if not tokenizer.chat_template:
         return
     try:

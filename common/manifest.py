@@ -18,7 +18,7 @@ NUM_SAMPLES = 256  # pieces of a file that are read for its fingerprint
 BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 STEP_NAME = re.compile(r"step_\d{6,20}")
 UNFINISHED_STEP = re.compile(r"tmp_(old_)?step_\d{6,20}")
-SAVED_FILE = re.compile(  # in a step folder, by the path in it
+SAVED_FILE = re.compile(  # what a save writes, by its path within the step folder
     r"state(/shard-\d+-model-\d+-of-\d+\.safetensors)?|\.?(trainer|manifest)\.json(\.tmp)?"
 )
 # a file in a folder that is being written: a later run may remove the folder
@@ -47,7 +47,8 @@ def fingerprint(file: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a step folder. ValueError if there is none, or if it is damaged."""
+    """The manifest of a step folder. ValueError if there is none, or if it is damaged; callers put
+    the folder's name before the message."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"is incomplete: it has no {MANIFEST}")
@@ -62,9 +63,10 @@ def read_manifest(folder: Path) -> dict:
 
 
 def verify_step(folder: Path, share: slice = slice(None)) -> dict:
-    """The manifest of a step folder. ValueError if its files are not as the manifest says.
+    """The manifest of a step folder. ValueError, as in `read_manifest`, if its files are not as the
+    manifest says.
 
-    share: which of the files, by name in order, to hash.
+    share: which of the files, sorted by name, to hash.
     """
     manifest = read_manifest(folder)
     files = manifest["files"]
@@ -139,7 +141,7 @@ def step_folder(path: Path) -> Path | None:
     """The step folder that a path means: itself, the one that a file `latest` or `best` names, or
     the last one of a run.
 
-    None if there is none. ValueError as `target`.
+    None if there is none. ValueError as in `step_of_pointer`.
     """
     if path.is_dir() and (STEP_NAME.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return path
@@ -154,11 +156,11 @@ def step_folder(path: Path) -> Path | None:
 
 
 def step_of_pointer(pointer: Path) -> Path:
-    """The step folder that a file names. ValueError if the name is not that of a step folder,
-    or if the folder is missing."""
+    """The step folder that a file names; if a killed save has left it under a temporary name, it is
+    renamed. ValueError if the name is not that of a step folder, or if the folder is missing."""
     name = pointer.read_text(errors="replace").strip()
     steps = complete_steps(pointer.parent)
-    remedy = "--resume never begins anew"
+    remedy = "give --resume never to begin anew"
     if steps:
         remedy = f"--resume {steps[-1]} goes on from the last one"
     if not STEP_NAME.fullmatch(name):
@@ -211,20 +213,20 @@ class WrittenFiles:
     """The files of a folder that this program has written, by their fingerprints: they alone may be
     replaced.
 
-    The list stands beside the folder: nothing in a folder that comes from elsewhere, and is put in
-    its place, is replaced.
+    The list stands beside the folder, not in it: another folder that is put in its place brings no
+    list along, and none of its files is replaced.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.list = folder.with_name(f".{folder.name}.files.json")
+        self.list_file = folder.with_name(f".{folder.name}.files.json")
 
-    def read(self) -> list[str]:
+    def unchanged(self) -> list[str]:
         """Paths, within the folder, of the files that are still as they were written."""
         fingerprints: dict[str, str] = {}
         with suppress(OSError, ValueError, TypeError, RecursionError):
-            if self.list.is_file():
-                fingerprints = dict(json.loads(self.list.read_text()))
+            if self.list_file.is_file():
+                fingerprints = dict(json.loads(self.list_file.read_text()))
         names: list[str] = []
         for name, written in fingerprints.items():
             path = self.folder / name
@@ -241,13 +243,13 @@ class WrittenFiles:
             raise FileExistsError(
                 f"{self.folder} is a link, behind which files would be replaced: remove it"
             )
-        written = self.read()
+        unchanged = self.unchanged()
         weights: list[str] = []
         for kind in ("*.safetensors", "*.bin", "*.pt"):
             weights += [file.name for file in self.folder.glob(kind)]
         for name in [*names, *weights]:
             path = self.folder / name
-            is_foreign = os.path.lexists(path) and name not in written
+            is_foreign = os.path.lexists(path) and name not in unchanged
             if is_foreign or path.parent.is_symlink():
                 raise FileExistsError(
                     f"{path} is not as this run has written it, and would be lost: move it away"
@@ -257,13 +259,13 @@ class WrittenFiles:
         """Remove the files that are as they were written, and the folder if nothing else lies in
         it."""
         # config.json, without which it is no model, is the first to go
-        for name in reversed(self.read()):
+        for name in reversed(self.unchanged()):
             (self.folder / name).unlink()
             with suppress(OSError):
                 (self.folder / name).parent.rmdir()
         with suppress(OSError):
             self.folder.rmdir()
-        self.list.unlink(missing_ok=True)
+        self.list_file.unlink(missing_ok=True)
 
     def replace(self, new: Path) -> None:
         """Move the files of a finished folder here, in the place of those that were written
@@ -276,7 +278,7 @@ class WrittenFiles:
         self.remove()
         fingerprints = {name: fingerprint(new / name) for name in names}
         text = json.dumps(fingerprints, indent=1)
-        replace_file(self.list, lambda path: path.write_text(text))
+        replace_file(self.list_file, lambda path: path.write_text(text))
         for name in names:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(new / name, self.folder / name)

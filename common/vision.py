@@ -13,14 +13,14 @@ FAMILY = ("qwen2_vl", "qwen2_5_vl")
 
 
 class Vision:
-    """What the folder of a vision-language model says about pictures."""
+    """Placeholders, positions and patches of pictures, as a vision-language model's folder defines
+    them."""
 
     def __init__(self, path: str, config, limits: PixelLimits, trust_remote_code: bool = False):
         vision = config.vision_config
         if (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size) != (14, 2, 2):
             raise SystemExit(
-                f"--model {path}: its patches are not 14 x 14 x 2 merged by 2 x 2, not "
-                "supported here"
+                f"--model {path}: only patches of 14 x 14 x 2, merged by 2 x 2, are supported here"
             )
         self.limits = limits
         self.placeholders = {"image": config.image_token_id, "video": config.video_token_id}
@@ -134,14 +134,15 @@ def skeleton(path: str, trust_remote_code: bool = False, flag: str = "--model") 
 
     SystemExit if transformers cannot build one.
     """
-    # bars of what is loaded later: ranks would write over each other
+    # of later loads, too: ranks would write over each other
     transformers.utils.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # bad configurations make transformers raise errors of any kind
-        reason = " ".join(str(error).split("\nModel type should")[0].split())
+        message = str(error).split("\nModel type should")[0]  # without the list of all types
+        reason = " ".join(message.split())
         raise SystemExit(
             f"{flag} {path}: transformers makes no causal language model of it: {reason}"
         ) from error

@@ -108,7 +108,7 @@ def test_a_tokenizer_that_makes_nothing_of_texts_is_refused(tmp_path):
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "tiny")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(
-        SystemExit, match=r"tiny: its tokenizer makes nothing of texts: are tokenizer\.json"
+        SystemExit, match=r"tiny: its tokenizer turns text into no tokens: are tokenizer\.json"
     ):
         load_tokenizer(resolve_model(str(folder)))
 

@@ -1,4 +1,4 @@
-"""Files of rows (parquet, JSON), kept in Arrow; a row keeps its place, whatever is dropped.
+"""Files of rows (parquet, JSON), kept in Arrow. Rows keep their indices when others are dropped.
 
 In training one rank of a machine reads them into a temporary file, which all ranks map: that is
 memory that the system may take back.
@@ -51,12 +51,13 @@ MAX_DEPTH = 32  # of nesting in a row of JSON: pickling, printing and rendering 
 
 
 class RowFiles:
-    """The rows of several files, one after the other: an index counts them all.
+    """The rows of several files, numbered across the files.
 
-    paths: separated by commas; patterns, or ids of data sets of the hub (`download`). flag: where
-    they come from, for messages. max_rows: of all files. convert: makes another table of a file's.
-    once: runs a function on one rank for all of a machine. FileNotFoundError and ValueError name
-    the flag and the file.
+    paths: a list, or separated by commas; files, patterns, or ids of data sets of the hub
+    (`download`). flag: the one that names them, for messages. max_rows: of all files together.
+    convert: gives the table to use in place of a file's. once: returns, on all ranks of a machine,
+    what a function gives on the first of them. FileNotFoundError and ValueError name the flag and
+    the file.
     """
 
     def __init__(
@@ -87,22 +88,23 @@ class RowFiles:
 
     @property
     def suffix(self) -> str:
-        """Of a file that can hold these rows."""
+        """The suffix of a file that can hold these rows."""
         if any(JSON_LINE in table.column_names for table in self.tables):
             return ".jsonl"
         return ".parquet"
 
     def progress(self) -> Progress:
-        """Of a scan of all rows."""
+        """The progress of a scan of all rows."""
         num_rows = sum(len(table) for table in self.tables)
         return Progress(f"{self.flag}: rows looked at", num_rows, first=3.0)
 
     def records(
         self, columns: tuple[str, ...] | None = None, tables: Sequence[pa.Table] = ()
     ) -> Iterator[dict | str]:
-        """Every row as `records` gives it. columns: of those, the ones that the file has.
+        """Every row as a dict, or as the reason why it is none.
 
-        tables: instead of all.
+        columns: the only ones to read, if the file has them; rows of JSON have all their keys.
+        tables: read these instead of all.
         """
         for table in tables or self.tables:
             names = table.column_names
@@ -130,11 +132,11 @@ class RowFiles:
         if table.schema.metadata != LINES or table.column_names != [JSON_LINE]:
             return f"{self.paths[file]} row {row}"
         lines = table.slice(0, row + 1).column(0)
-        num_blank = pc.sum(pc.count_substring(lines, b"\n")).as_py()  # each row has those before it
+        num_blank = pc.sum(pc.count_substring(lines, b"\n")).as_py()  # see `lines_of`
         return f"{self.paths[file]} line {row + 1 + num_blank}"
 
     def folder(self, index: int) -> Path:
-        """Of the file that has the row of an index."""
+        """The folder of the file that has the row."""
         file, _ = self._locate(index)
         return self.paths[file].parent
 
@@ -144,9 +146,10 @@ class RowFiles:
         return file, index - self.starts[file]
 
     def refuse(self, reasons: dict[int, str], heading: str, drop: bool) -> None:
-        """Raise a ValueError with the first five of the rows, if there are any; with `drop` warn.
+        """Raise a ValueError that lists the first five bad rows; with `drop`, print a warning.
 
-        reasons: row index -> what is wrong with it. heading: of the message.
+        reasons: row index -> what is wrong with it; if empty, nothing happens. heading: what the
+        message calls the rows.
         """
         if not reasons:
             return
@@ -170,7 +173,10 @@ def split_paths(paths: str | Path | list[str | Path]) -> list[str]:
 
 
 def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | None) -> pa.Table:
-    """A file, or a data set of the hub, as a table. FileNotFoundError, ValueError."""
+    """A file, or a data set of the hub, as a table.
+
+    Raises FileNotFoundError or ValueError.
+    """
     names: list[str] = []
     if once:
         names = once(partial(arrow_files, path, flag))
@@ -184,7 +190,10 @@ def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | Non
 
 
 def arrow_files(path: Path, flag: str) -> list[str]:
-    """Arrow files of the rows, in TMPDIR; none if there is no room, or the file cannot be read."""
+    """Arrow files of the rows: of a file, one in TMPDIR; of an id of the hub, those of `download`.
+
+    An empty list if a file cannot be read, or if there is no room for its rows.
+    """
     if is_hub_id(path):
         return download(str(path), flag)
     try:
@@ -239,7 +248,7 @@ def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
 
 
 def validated(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The batches. An ArrowInvalid for texts that are no UTF-8, which would come at a later use."""
+    """The batches. Raises ArrowInvalid now, not at a later use, for texts that are no UTF-8."""
     for batch in batches:
         batch.validate(full=True)
         yield batch
@@ -266,11 +275,12 @@ def json_text(path: Path) -> bytes:
 
 
 def json_rows(content: bytes, are_lines: bool) -> tuple[list[bytes], dict[bytes, bytes] | None]:
-    """The rows of a text of JSON, and its metadata: LINES if each row is a line, else None.
+    """The rows of a text of JSON, and the metadata of their table.
 
-    Otherwise the text is a list of rows, or an object that has one as "data". are_lines: whether
-    the name of the file says so; then an object in one line is a row. ValueError for a list that is
-    broken, and for an object that has its rows elsewhere.
+    The metadata are LINES if each row is a line; None if the text is a list of rows, or an object
+    with such a list as "data". are_lines: whether the name of the file says that rows are lines;
+    then an object in one line is a row. ValueError for a list that is broken, and for an object
+    that has its rows elsewhere.
     """
     lines = lines_of(content)
     if len(lines) > 1 and is_json(lines[0]):
@@ -280,8 +290,8 @@ def json_rows(content: bytes, are_lines: bool) -> tuple[list[bytes], dict[bytes,
     except (RecursionError, ValueError):
         is_list = bool(lines) and lines[0].lstrip().startswith(b"[")
         if is_list and not (len(lines) > 1 and is_json(lines[1])):
-            raise
-        return lines, LINES  # `records` gives the reason for each
+            raise  # a broken list; if the second line is JSON, only the first row is broken
+        return lines, LINES  # `records` gives the reason for each that is broken
     rows = value
     if isinstance(value, dict) and not (are_lines and len(lines) == 1):
         rows = rows_within(value, is_line=len(lines) == 1)
@@ -338,7 +348,7 @@ def lines_of(content: bytes) -> list[bytes]:
 def download(name: str, flag: str) -> list[str]:
     """Arrow files of ORG/NAME[:CONFIG][:SPLIT], from the cache of the package datasets.
 
-    It downloads what the cache lacks. ValueError.
+    It downloads what the cache lacks. ValueError if that fails.
     """
     repository = name
     config: list[str] = []

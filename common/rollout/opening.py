@@ -133,7 +133,7 @@ def open_prompts(
             train_data = PromptData(data.train_data, max_rows=data.max_rows, **options)
         if data.eval_data:
             eval_data = PromptData(data.eval_data, flag="--eval-data", **options)
-    # plain text: only now is it known whether a row needs the template
+    # without those, it is only now known whether a row needs the template
     datasets = [prompts for prompts in (train_data, eval_data) if prompts]
     if not needs_template and any(prompts.uses_template for prompts in datasets):
         end_turns_properly(job.tokenizer, None)
@@ -173,13 +173,14 @@ def open_reward_workers(
 ) -> RewardWorkers:
     """The processes that score. A user's function, and an environment, are tried out on the first
     rows now, not after the first rollout. SystemExit if they fail."""
-    prompts = [data for data in datasets if data]
+    loaded = [data for data in datasets if data]
+    first_data = loaded[0]
     with user_errors():
         # a reward of the environment takes the place of the built-in functions
-        has_reward = turns is not None and turns.try_out(prompts[0])
+        has_reward = turns is not None and turns.try_out(first_data)
         sources: set[str] = set()  # of rows that the built-in functions score
         if not rollout.reward_function and not has_reward:
-            for data in prompts:
+            for data in loaded:
                 sources |= data.sources
         workers = RewardWorkers(
             rollout.reward_function,
@@ -189,8 +190,8 @@ def open_reward_workers(
         )
         check_reward_timeout(rollout, workers.timeout_s)
         if rollout.reward_function and not rollout.replay:
-            for i in range(len(prompts[0])):
-                row = prompts[0][i]
+            for i in range(len(first_data)):
+                row = first_data[i]
                 if row.ground_truth is not None:
                     workers.try_out(rollout.reward_function, row)
                     break
