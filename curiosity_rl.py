@@ -90,10 +90,9 @@ class Args:
     # bonus and cost: the paper's, its code's, neither
     curiosity: Literal["paper", "repo", "none"] = "paper"
     curiosity_alpha: Amount = 0.5  # weight of the bonus
-    # the paper's H: no bonus where at least this share of a group looks
-    curiosity_target: Amount = 0.3
-    call_penalty: Amount = 0.05  # the paper's beta: cost of each call beyond --free-calls
-    free_calls: Limit = 1  # the paper's N: calls of a trajectory that cost nothing
+    curiosity_target: Amount = 0.3  # H: no bonus where this share of a group looks
+    call_penalty: Amount = 0.05  # beta: cost of each call beyond --free-calls
+    free_calls: Limit = 1  # N, in the paper: calls that cost nothing
     # baseline and scale of scores
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"
     # mean over tokens; over sequences; constant length
