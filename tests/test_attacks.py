@@ -16,8 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import deadline, load_checkpoint, run_script, save_checkpoint, trained, wait_until
-from test_reward_workers import FUNCTION, alive, job, scored
+from helpers import (
+    alive,
+    deadline,
+    load_checkpoint,
+    run_script,
+    save_checkpoint,
+    trained,
+    wait_until,
+)
+from hostile import FUNCTION, job, scored
 
 from common.rewards import RewardWorkers
 from common.shards import find_checkpoint

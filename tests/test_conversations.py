@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import deadline, gathering
-from test_tool_formats import tokenizer_of
+from published import tokenizer_of
+from rows import write_pixel_reasoner
 from tokenizers import Regex, pre_tokenizers
 from vl import LLAMA2, TOOLS, ZEPHYR, build_sentencepiece, picture, write_tiny_vl
 from vl import build_tokenizer as build_vl_tokenizer
@@ -525,42 +526,6 @@ def test_a_solution_goes_on_with_what_the_prompt_has_begun():
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory):
     return load_vision(str(write_tiny_vl(tmp_path_factory.mktemp("tiny-vl"))), LIMITS)
-
-
-def write_pixel_reasoner(folder) -> str:
-    """A corrected crop of an image, and a video: frames first, then one of them again."""
-    for name in ("0.jpg", "1.jpg", "2.jpg"):
-        (folder / name).write_bytes(picture(100, 80, int(name[0]), format_="JPEG"))
-
-    def message(role, *items):
-        return {
-            "role": role,
-            "content": [item if isinstance(item, dict) else {"text": item} for item in items],
-        }
-
-    corrected = [
-        message("system", "sys"),
-        message("user", "what?", {"image": "0.jpg"}),
-        message("assistant", "wrong crop"),
-        message("user", "\nHere is", {"image": "1.jpg"}),
-        message("assistant", "right crop"),
-        message("user", "\nHere is", {"image": "2.jpg"}),
-        message("assistant", "\\boxed{3}"),
-    ]
-    clip = [
-        message("system", "sys"),
-        message("user", "when?", {"video": ["0.jpg", "1.jpg", "2.jpg"]}),
-        message("assistant", "select"),
-        message("user", "\nHere are", {"image": "1.jpg"}),
-        message("assistant", "then"),
-    ]
-    path = folder / "release.json"
-    path.write_text(
-        json.dumps(
-            [{"qid": str(i), "message_list": rows} for i, rows in enumerate((corrected, clip))]
-        )
-    )
-    return str(path)
 
 
 def test_pixel_reasoner_with_pictures_between_turns(tmp_path, vision, capsys):

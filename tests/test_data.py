@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import deadline, gathering, prompts_of, run_script
-from test_tool_formats import tokenizer_of
+from published import tokenizer_of
+from rows import row, write
 from tokenizers import (
     Regex,
     Tokenizer,
@@ -80,28 +81,6 @@ def tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=CHATML
     )
-
-
-def row(content="What is 1 + 1?", truth="2", **changes):
-    prompt = [{"role": "user", "content": content}]
-    record = {
-        "data_source": "gsm8k",
-        "prompt": prompt,
-        "reward_model": {"style": "rule", "ground_truth": truth},
-    }
-    return record | {"extra_info": {"index": 0}} | changes
-
-
-def write(path, rows):
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text(
-            "".join(json.dumps(r) + "\n" if isinstance(r, dict) else r + "\n" for r in rows)
-        )
-    return str(path)
 
 
 def load(path, tokenizer, **options):

@@ -3,7 +3,6 @@ example runs."""
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -12,12 +11,11 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, SCRIPTS, metrics_of, run_script
+from pages import PAGES, blocks, split_commands, text
 
 from common.rewards import reward_function
 from common.workers.pool import load_function
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("papers/*/README.md")]
-PAGES = sorted(str(path.relative_to(ROOT)) for path in PAGES)
 EXAMPLE = "## Your data and your reward"  # the section of README.md whose code blocks are run
 
 # Flags of other programs, by the program; and running text that speaks of flags without naming one.
@@ -49,16 +47,6 @@ TABLES_OF_OTHERS = ("theirs", "original flag", "gone")
 OUTSIDE = {"pytest", "torch", "vllm"}  # modules of `python -m` that are not ours
 
 every_page = pytest.mark.parametrize("page", PAGES)
-
-
-@cache
-def text(page: str) -> str:
-    return (ROOT / page).read_text()
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    """(language, content) of every fenced block."""
-    return re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text(page), flags=re.MULTILINE | re.DOTALL)
 
 
 def prose(page: str) -> str:
@@ -180,28 +168,6 @@ def all_flags() -> set[str]:
 
 
 # --- commands -------------------------------------------------------------------------------------
-
-
-def without_heredocs(script: str) -> str:
-    return re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?\n\1$", r"\2", script, flags=re.DOTALL | re.MULTILINE)
-
-
-def split_commands(script: str) -> list[list[str]]:
-    """The simple commands of a shell text as lists of words; loops and assignments are looked
-    through."""
-    script = re.sub(r"\$\([^()]*\)", "SUBSTITUTED", without_heredocs(script).replace("\\\n", " "))
-    commands: list[list[str]] = []
-    for line in script.splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
-        lexer.whitespace_split = True
-        words: list[str] = []
-        for word in [*lexer, ";"]:
-            if set(word) <= set(";&|"):
-                commands += [words] if words else []
-                words = []
-            elif words or (word not in ("do", "done") and not re.match(r"\w+=", word)):
-                words.append(word)
-    return commands
 
 
 def parse_command(words: list[str]) -> tuple[str, str, list[str]] | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import deadline, run_script
-from test_docs import blocks
+from pages import blocks
 
 from common import doctor
 from common.doctor import Check

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from helpers import ROOT, deadline
-from test_turns import ScriptedEngine, row, run
+from scripted import ScriptedEngine, row, run
 from vl import build_tokenizer
 
 from common.flags import Rollout

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, run_script, save_checkpoint
+from model_folders import same_files
 from safetensors.torch import load_file
 from transformers import GenerationConfig
 from vl import write_random, write_tiny_vl
@@ -37,12 +38,6 @@ SIZES = [
 ]
 SIZES += ["--minibatches", 1, "--no-eval-before", "--eval-rows", 1, "--max-rows", 8]
 ALONE = World(0, 1, 0, torch.device("cpu"))
-
-
-def same_files(a: Path, b: Path) -> None:
-    names = sorted(file.name for file in a.iterdir())
-    assert names == sorted(file.name for file in b.iterdir()) and "model.safetensors" in names
-    assert [name for name in names if (a / name).read_bytes() != (b / name).read_bytes()] == []
 
 
 @pytest.fixture(scope="module")

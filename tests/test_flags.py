@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from helpers import ROOT, checked_args, make_args, parsed
-from test_data import row, write
+from rows import row, write
 
 import curiosity_rl
 import grpo

@@ -5,30 +5,12 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from episodes import UNEQUAL, call, group
 from helpers import checked_args, make_args
 
 import grpo
 from common.rollout.opening import print_plan
 from common.steps import Stopwatch
-from common.types import Episode
-
-UNEQUAL = {
-    1: (1.0, 0.0, 0.0),
-    4: (2.0, 0.0, 0.0),
-    5: (0.0, 1.0, 1.0),
-    7: (0.5, 0.5, 0.0),
-    8: (2.0, 0.0, 0.0),
-}
-
-
-def group(prompt: int, scores=None, calls=()) -> list[Episode]:
-    scores = scores or UNEQUAL.get(prompt, (1.0, 1.0, 1.0))
-    return [
-        Episode(
-            prompt, i, [1], [2], [1], [0.0], "stop", {"score": score}, calls=list(calls), turns=2
-        )
-        for i, score in enumerate(scores)
-    ]
 
 
 def rollouts_of(world, groups=group) -> SimpleNamespace:
@@ -146,10 +128,6 @@ def test_ranks_choose_together(monkeypatch):
         assert sorted(map(id, together)) == sorted(map(id, alone)) and len(alone) == 3 * min(
             count, len(UNEQUAL)
         )
-
-
-def call(error: bool = False, turn: int = 0, **info) -> dict:
-    return {"error": error, "info": info, "turn": turn}
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, steps_of
+from model_folders import other_weights
 from safetensors.torch import load_file
-from test_lora_runs import other_weights
 
 from common.export import Args, main
 from common.hub import FOLDERS

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import random_episodes
+from episodes import random_episodes
 from vl import build_tokenizer, picture
 
 import common.look.__main__

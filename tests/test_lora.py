@@ -6,7 +6,8 @@ import json
 import peft
 import pytest
 import torch
-from helpers import random_episodes, random_policy
+from episodes import random_episodes
+from helpers import random_policy
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig

@@ -2,13 +2,12 @@
 what is refused."""
 
 import json
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from model_folders import other_weights
 from safetensors.torch import load_file
 
 import curiosity_rl
@@ -34,15 +33,6 @@ OPTIONS = [
 OPTIONS += ["--eval-rows", 8, "--no-eval-before", "--eval-every", 0, *LITTLE_CACHE]
 STEPS = ["--total-steps", 4, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
 STEPS += ["--kl-loss-coef", 0.01, "--kl-estimator", "k3-is"]
-
-
-def other_weights(folder: Path) -> Path:
-    """A copy of tiny, but for one bit of its weights."""
-    shutil.copytree(FOLDERS["tiny"], folder)
-    weights = bytearray((folder / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(weights)
-    return folder
 
 
 @pytest.fixture(scope="module")

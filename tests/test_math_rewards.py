@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import run_script
-from test_rewards import HOSTILE, MEGA
+from hostile import HOSTILE, MEGA
 
 from common.prepare import math as prepare
 from common.rewards import (

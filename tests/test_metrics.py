@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from helpers import ROOT, random_episodes, run_script
+from episodes import random_episodes
+from helpers import ROOT, run_script
 
 from common.metrics import Means, rollout_means, rollout_metrics
 from common.packing import TokenIndex

@@ -6,7 +6,8 @@ from math import ceil
 
 import pytest
 import torch
-from helpers import random_episodes, random_policy, relative_l2
+from episodes import random_episodes
+from helpers import random_policy, relative_l2
 
 import common.logprobs
 from common.attention import block_mask, choose_attention, shared_prompt_attention

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_args, random_episodes, random_policy, relative_l2
+from episodes import random_episodes
+from helpers import make_args, random_policy, relative_l2
 from torch.nn.utils.rnn import pad_sequence
 
 import curiosity_rl

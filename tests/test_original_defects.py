@@ -7,8 +7,8 @@ test_visual_qa.py.
 
 import numpy as np
 import pytest
-from test_turns import CROP, LIMITS, ScriptedEngine, row, run
-from vl import build_tokenizer, picture, write_tiny_vl
+from scripted import LIMITS, ScriptedEngine, row, run
+from vl import CROP, build_tokenizer, picture, write_tiny_vl
 
 from common.flags import Rollout
 from common.pictures import Media, decode

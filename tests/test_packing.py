@@ -9,14 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
-    make_args,
-    random_episodes,
-    random_policy,
-    relative_l2,
-    skip_where_no_step_is_repeated,
-    split_of,
-)
+from episodes import random_episodes
+from helpers import make_args, random_policy, relative_l2, skip_where_no_step_is_repeated, split_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from vl import write_tied_llama
 

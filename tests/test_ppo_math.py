@@ -8,15 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    checked_args,
-    make_args,
-    random_episodes,
-    random_policy,
-    relative_l2,
-    run_script,
-)
+from episodes import random_episodes
+from helpers import ROOT, checked_args, make_args, random_policy, relative_l2, run_script
 
 import ppo
 from common.distributed import World

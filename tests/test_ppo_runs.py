@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
-from test_reward_model import save_reward_model
+from model_folders import save_reward_model
 
 SMALL = [
     "--prompts-per-step",

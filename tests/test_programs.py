@@ -2,8 +2,8 @@
 sandboxes."""
 
 import pytest
-from test_tool_formats import tokenizer_of
-from test_turns import run
+from published import tokenizer_of
+from scripted import run
 
 from common.data.protocols import protocol_of
 from common.data.render import apply_template, to_messages

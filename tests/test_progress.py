@@ -5,9 +5,10 @@ from threading import Thread
 
 import pytest
 import torch
-from helpers import random_episodes, split_of
-from test_turns import CROP, ScriptedEngine, row, run
-from vl import build_tokenizer
+from episodes import random_episodes
+from helpers import split_of
+from scripted import ScriptedEngine, row, run
+from vl import CROP, build_tokenizer
 
 from common.flags import Rollout
 from common.packing import Packer, TokenIndex

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from helpers import deadline
 from PIL import Image
-from test_turns import LIMITS, row, run
+from scripted import LIMITS, Trajectory, row, run
 from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
-from common.data.protocols import Call, Code
+from common.data.protocols import Code
 from common.flags import Rollout
 from common.packing import TokenIndex, pack
 from common.pictures import Media, decode
@@ -32,48 +32,6 @@ def workers():
     pool = PythonWorkers(2, 20.0)
     yield pool
     pool.close()
-
-
-class Trajectory:
-    """Blocks one after the other, as `Turns` hands them over; what was replied so far."""
-
-    number = 0
-
-    def __init__(self, pool: PythonWorkers, media=(), seeded_by: str = "", **hints):
-        Trajectory.number += 1
-        self.pool, self.key, self.seed, self.hints, self.calls = (
-            pool,
-            Trajectory.number,
-            seeded_by,
-            hints,
-            [],
-        )
-        self.media = [{"kind": "image", "frames": [encoded]} for encoded in media]
-
-    def ask(self, code: str) -> None:
-        context = {
-            "media": self.media,
-            "num_prompt_media": len(self.media),
-            "calls": self.calls,
-            "seed": self.seed,
-        }
-        self.code = code
-        self.pool.submit(self.key, Call("python", {"code": code}), context, self.hints)
-
-    def got(self, reply):
-        self.calls.append(
-            {"arguments": {"code": self.code}, "media": len(reply.images), "info": reply.info}
-        )
-        return reply
-
-    def __call__(self, code: str):
-        self.ask(code)
-        end = time.monotonic() + 120
-        while not (done := self.pool.poll(10.0)):
-            assert time.monotonic() < end, "no reply"
-        ((key, reply),) = done
-        assert key == self.key
-        return self.got(reply)
 
 
 def say(code: str) -> str:

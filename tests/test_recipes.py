@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import checked_args
-from test_docs import PAGES, split_commands, text, without_heredocs
+from pages import PAGES, split_commands, text, without_heredocs
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 
 from common.flags import EMBEDDED

@@ -9,33 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from model_folders import save_reward_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 from common.hub import FOLDERS
 from common.rewards import model as reward_model
 from common.rewards.model import RewardModel, check_reward_model
 from common.rollout.rollouts import Rollouts
 from common.types import Episode, Row
-
-
-def save_reward_model(folder, num_labels: int = 1) -> str:
-    """Random, with the tokenizer of the embedded policy."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDERS["tiny"])
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer) + 8,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_labels=num_labels,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

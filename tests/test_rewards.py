@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile import HOSTILE
 
 from common.rewards import countdown, reward_function, score_response
 from common.rewards.math import canonical_number, score_gsm8k
@@ -257,20 +258,6 @@ def test_countdown_takes_numpy_ground_truth():
 
 
 # --- hostile text ---
-
-MEGA = 1_000_000
-HOSTILE = {
-    "open tags": "<answer>" * (MEGA // 8),
-    "open then close tags": "<answer>" * (MEGA // 16) + "</answer>" * (MEGA // 18),
-    "pairs": "<answer>1+2</answer>" * (MEGA // 20),
-    "parentheses": "<answer>" + "(" * MEGA + "</answer>",
-    "signs": "<answer>" + "-" * MEGA + "3</answer>",
-    "digits": "<answer>" + "9" * MEGA + "</answer>#### " + "9" * MEGA,
-    "spaces": "<answer>1" + " " * MEGA + "+2</answer>####" + " " * MEGA,
-    "powers": "<answer>" + "9**" * (MEGA // 3) + "9</answer>",
-    "hash marks": "#### " * (MEGA // 5),
-    "commas": "#### " + "1," * (MEGA // 2),
-}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

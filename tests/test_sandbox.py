@@ -32,7 +32,7 @@ import psutil
 import pytest
 from helpers import wait_until
 from PIL import Image
-from test_python_tool import Trajectory
+from scripted import Trajectory
 
 from common.sandbox import namespaces, python, replies, sandbox, seccomp
 from common.sandbox.python import PythonWorkers

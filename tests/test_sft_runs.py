@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, kill_once, run_script, steps_of
-from test_conversations import write_pixel_reasoner
+from rows import write_pixel_reasoner
 from vl import write_rows, write_tiny_vl
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from helpers import is_emulated, metrics_of, run_script, steps_of
-from test_reward_model import save_reward_model
+from model_folders import save_reward_model
 
 pytestmark = pytest.mark.slow
 SIZES = [

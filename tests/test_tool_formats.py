@@ -6,8 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, deadline
-from test_turns import run
+from helpers import deadline
+from published import tokenizer_of
+from scripted import run
 from tokenizers import AddedToken
 from vl import LLAMA2, OLMO, PHI, QWEN, SMOLLM, TOOLS, ZEPHYR, build_sentencepiece, build_tokenizer
 
@@ -18,17 +19,6 @@ from common.rollout.trajectories import Turns
 from common.tools.pools import ToolWorkers
 from common.types import Row
 
-TEMPLATES = ROOT / "tests" / "templates"
-END = {"llama-3.1": "<|eot_id|>", "mistral-nemo": "</s>", "devstral": "</s>"}
-SPECIAL = [
-    "<|python_tag|>",
-    "<|eom_id|>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[CALL_ID]",
-    "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]",
-]
 ADD = """
 def add(a: int, b: int = 0, note: str = "") -> str:
     '''Add two numbers.
@@ -37,14 +27,6 @@ def add(a: int, b: int = 0, note: str = "") -> str:
     '''
     return f"{a + b} {note!r}"
 """
-
-
-def tokenizer_of(name: str):
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.add_special_tokens({"eos_token": END.get(name, "<|im_end|>")})
-    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
-    return tokenizer
 
 
 @pytest.fixture(scope="module")

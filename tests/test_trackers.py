@@ -5,7 +5,7 @@ import sqlite3
 
 import pytest
 from helpers import metrics_of, run_script
-from test_docs import blocks
+from pages import blocks
 
 REWARD = """
 def shaped(data_source, solution_str, ground_truth, extra_info=None):

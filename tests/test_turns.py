@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vl import BOXES, QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
+from scripted import LIMITS, ScriptedEngine, render, row, run
+from vl import BOXES, CROP, QWEN, QWEN_VL, SMOLLM, build_tokenizer, picture, write_tiny_vl
 
 from common.data.protocols import Call, Hermes, spacing
-from common.data.render import apply_template, to_messages
 from common.distributed import World
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
@@ -20,51 +20,12 @@ from common.engine.vllm import VllmEngine
 from common.flags import Rollout
 from common.metrics import rollout_means
 from common.packing import TokenIndex, pack
-from common.pictures import Media, PixelLimits
-from common.rollout.sampling import request_seed, sample_episodes
+from common.pictures import Media
+from common.rollout.sampling import request_seed
 from common.rollout.trajectories import Trajectory, Turns
 from common.tools.pools import ToolWorkers
-from common.types import FINISH_REASONS, Completion, Episode, Row, Sampling, ToolReply
+from common.types import FINISH_REASONS, Completion, Episode, Row, ToolReply
 from common.vision import load_vision
-
-LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
-CROP = (
-    '<tool_call>{{"name": "crop_image_normalized", "arguments": {{"bbox_2d": {}, '
-    '"target_image": {}}}}}</tool_call>'
-)
-
-
-class ScriptedEngine:
-    """Answers the n-th turn of sample j with the n-th text of `scripts[j]`; one request a step, the
-    latest first."""
-
-    def __init__(self, tokenizer, scripts, end: bool = True):
-        self.tokenizer, self.scripts, self.end = tokenizer, scripts, end
-        self.requests, self.asked = [], []
-
-    def submit(self, request):
-        self.requests.append((request.key, request.sampling.max_tokens))
-        asked = (
-            request.key,
-            list(request.prompt_ids),
-            request.sampling,
-            request.seed,
-            list(request.media),
-        )
-        self.asked.append(asked)
-
-    @property
-    def busy(self):
-        return bool(self.requests)
-
-    def step(self):
-        key, limit = self.requests.pop()
-        turn = sum(asked[0] == key for asked in self.asked) - 1
-        ids = self.tokenizer.encode(self.scripts[key][turn], add_special_tokens=False)
-        ids = ids + [self.tokenizer.eos_token_id] * self.end
-        reason = "length" if len(ids) > limit else "stop"
-        ids = ids[:limit]
-        return [(key, [Completion(ids, [-0.5 - i for i in range(len(ids))], reason)])]
 
 
 @pytest.fixture(scope="module")
@@ -82,27 +43,6 @@ def workers():
     pool = ToolWorkers("visual", 2, 20.0)
     yield pool
     pool.close()
-
-
-def render(prompt, tokenizer, pictures=False):
-    return apply_template([to_messages(prompt, tokenizer, None, pictures)], tokenizer)[0]
-
-
-def row(tokenizer, vision=None, media=(), tools=("crop_image_normalized",), text="look"):
-    prompt = [
-        {"role": "system", "content": "<tools>"},
-        {"role": "user", "content": "<image>" * len(media) + text},
-    ]
-    ids = tokenizer.encode(render(prompt, tokenizer, bool(media)), add_special_tokens=False)
-    ids = vision.expand(ids, media) if vision else ids
-    return Row(0, "x", prompt, "1", {}, ids, list(media), {name: {} for name in tools})
-
-
-def run(scripts, turns, the_row, max_tokens=4000, n=None, engine=None):
-    engine = engine or ScriptedEngine(turns.tokenizer, scripts)
-    sampling = Sampling(n or len(scripts), max_tokens)
-    options = {"seed": 1, "step": 2, "weights_step": 2, "turns": turns}
-    return sample_episodes(engine, {0: the_row}, sampling, **options), engine
 
 
 def test_a_picture_that_cannot_be_read_is_told_to_the_policy(vision, workers):

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pyarrow.parquet as pq
 import pytest
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
-from test_export import same_files
+from model_folders import same_files
 from vl import vllm_knows_times, write_rows, write_tiny_vl
 
 from common.export import Args, main

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import run_script, steps_of
-from test_reward_model import save_reward_model
+from model_folders import save_reward_model
 from transformers import AutoModelForCausalLM
 
 from common.export import Args, main
