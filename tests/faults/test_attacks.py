@@ -1,6 +1,6 @@
 """Attacks on checkpoints, workers and the folder of a run.
 
-pytest tests/test_attacks.py -m slow
+pytest tests/faults/test_attacks.py -m slow
 """
 
 import os

@@ -1,7 +1,7 @@
 """Reward workers: whatever a function does costs its own sample, in bounded time, and no process is
 left over.
 
-pytest tests/test_reward_workers.py
+pytest tests/rewards/test_reward_workers.py
 """
 
 import math

@@ -1,8 +1,8 @@
 """Tools: what the policy is told of them, its calls, their replies; hangs and crashes; crops,
 frames, sizes, decoding.
 
-pytest tests/test_tools.py
-pytest tests/test_tools.py -m slow    # more strings, sizes and broken files
+pytest tests/tools/test_tools.py
+pytest tests/tools/test_tools.py -m slow    # more strings, sizes and broken files
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """--engine-parallel: ranks that share an engine sample what each would alone. Real ranks, vLLM on
 CPUs, real tools.
 
-pytest tests/test_engine_parallel.py -m slow    # all but the tools and what is refused
+pytest tests/runs/test_engine_parallel.py -m slow    # all but the tools and what is refused
 """
 
 import json

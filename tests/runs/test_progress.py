@@ -122,7 +122,7 @@ def test_silence_is_broken_by_what_is_waited_for_or_by_where_the_run_is(clock, c
         thread.join()
         return lines(capsys)
 
-    here = "... said, tests/test_progress.py"  # where this thread waits
+    here = "... said, tests/runs/test_progress.py"  # where this thread waits
     assert said() == [here]
     clock[0] += SILENCE
     assert said() == []

@@ -4,7 +4,7 @@ did not do.
 An attack is a program that prints ESCAPED, or does what `succeeded` looks for, if it has worked. It
 works where the protection that stands beside it is removed, and must not work where it is in place.
 
-pytest tests/test_sandbox.py -m slow     # all of them, as a table
+pytest tests/tools/test_sandbox.py -m slow     # all of them, as a table
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import wait_until
+from helpers import ROOT, wait_until
 from PIL import Image
 from scripted import Trajectory
 
@@ -1088,7 +1088,7 @@ def test_calls_have_their_numbers():
 
 def project_among_pythons_folders(patch) -> None:
     """Which are bound, and not wiped where they are below /tmp."""
-    folders = [*namespaces.python_folders(), str(Path(__file__).parents[1])]
+    folders = [*namespaces.python_folders(), str(ROOT)]
     for module in (namespaces, sandbox):
         patch.setattr(module, "python_folders", lambda: folders)
 

@@ -47,7 +47,7 @@ def whole(tmp_path_factory):
 
 
 def killed_and_resumed(whole, folder, ranks: int) -> None:
-    """The second time by torchrun; tests/test_kill_series.py kills runs by torchrun."""
+    """The second time by torchrun; tests/faults/test_kill_series.py kills runs by torchrun."""
     kill_once("grpo.py", *OPTIONS, "--output-dir", folder, ranks=ranks, after_step=3)
     assert (folder / "checkpoints" / "latest").read_text() == "step_000002"
     run_script("grpo.py", *OPTIONS, "--output-dir", folder, ranks=ranks, fresh=True)

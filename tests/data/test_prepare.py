@@ -1,6 +1,6 @@
 """Data preparation: Countdown, GSM8K, and what of SmolLM2 needs no download.
 
-pytest tests/test_prepare.py
+pytest tests/data/test_prepare.py
 """
 
 import hashlib

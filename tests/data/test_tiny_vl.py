@@ -1,6 +1,6 @@
 """The embedded vision policy: honest traces and crops, rows that load, and what the policy can do.
 
-Its numbers in docs/results.md: python -m pytest tests/test_tiny_vl.py -m "slow or not slow" -k
+Its numbers in docs/results.md: python -m pytest tests/data/test_tiny_vl.py -m "slow or not slow" -k
 knows -s
 """
 

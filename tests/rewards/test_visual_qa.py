@@ -1,8 +1,8 @@
 r"""Pixel Reasoner's answers: tables of right and wrong ones, the released scorer's defects, ANLS, a
 fuzz.
 
-pytest tests/test_visual_qa.py            # with 20,000 random strings
-pytest tests/test_visual_qa.py -m slow    # with 100,000
+pytest tests/rewards/test_visual_qa.py            # with 20,000 random strings
+pytest tests/rewards/test_visual_qa.py -m slow    # with 100,000
 """
 
 import random

@@ -1,6 +1,6 @@
 r"""Geometry3K: its reward in cases worked by hand, hostile text, and the preparation of its data.
 
-pytest tests/test_geometry.py
+pytest tests/rewards/test_geometry.py
 """
 
 import io

@@ -1,7 +1,7 @@
 """The page of rollouts: complete in itself, hostile texts and broken pictures, boxes and chosen
 frames in their place.
 
-pytest tests/test_page.py
+pytest tests/runs/test_page.py
 """
 
 import base64

@@ -1,8 +1,8 @@
 r"""Boxed answers and DAPO: tables of equal and unequal answers, hostile text, a fuzz of all
 scorers; prepare.math.
 
-pytest tests/test_math_rewards.py            # pytest tests/test_math_rewards.py -m slow    # with
-100,000
+pytest tests/rewards/test_math_rewards.py
+pytest tests/rewards/test_math_rewards.py -m slow    # with 100,000
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import run_script
+from helpers import ROOT, run_script
 from hostile import HOSTILE, MEGA
 
 from common.prepare import math as prepare
@@ -31,7 +31,7 @@ from common.rewards.answers import is_equal, normalize
 from common.rewards.formulas import Unreadable, read
 from common.rewards.math import last_boxed, score_boxed, score_dapo, score_gsm8k, verl_gsm8k
 
-DATA = Path(__file__).parents[2] / "shared" / "data" / "math"
+DATA = ROOT.parent / "shared" / "data" / "math"
 PAIRS = DATA.parent / "math_pairs.jsonl"
 
 

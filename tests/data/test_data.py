@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import deadline, gathering, prompts_of, run_script
+from helpers import ROOT, deadline, gathering, prompts_of, run_script
 from published import tokenizer_of
 from rows import row, write
 from tokenizers import (
@@ -60,7 +60,7 @@ TINYZERO = (
     "A conversation.\nUser: Using the numbers [1, 2], make 3.\nAssistant: Let me solve "
     "this step by step.\n<think>"
 )
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k" / "test.jsonl"
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Scorers: TinyZero's edge table, loopholes, hostile text in bounded time, GSM8K, and the choice by
 data_source.
 
-pytest tests/test_rewards.py
+pytest tests/rewards/test_rewards.py
 """
 
 import json
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import ROOT
 from hostile import HOSTILE
 
 from common.rewards import countdown, reward_function, score_response
 from common.rewards.math import canonical_number, score_gsm8k
 from common.workers.pool import load_function
 
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 def countdown_score(answer: str, numbers: list[int], target: int, mode: str = "strict") -> float:
