@@ -5,14 +5,13 @@ import copy
 import itertools
 import math
 import random
-import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import checked_args
-from test_objectives import surrogate as objective_surrogate
+from reference import group_advantages, objective_args, policy_term, surrogate
 
 import grpo
 import ppo
@@ -40,18 +39,6 @@ def test_group_advantages_by_hand():
     assert torch.allclose(advantages_of(scores, [0] * 4, "group-std"), normalised, rtol=1e-14)
 
 
-def reference_advantages(scores, groups, advantage):
-    result = []
-    for score, group in zip(scores, groups):
-        members = [s for s, g in zip(scores, groups) if g == group]
-        value = score - statistics.fmean(members)
-        if advantage == "group-std":
-            deviation = statistics.stdev(members) if len(members) > 1 else 0.0
-            value = value / (deviation + 1e-6)
-        result.append(value)
-    return result
-
-
 @pytest.mark.parametrize("advantage", ["group-std", "group-mean"])
 def test_ragged_interleaved_groups_in_any_order(advantage):
     """Sizes 1 to 6, numbers with gaps (a rank holds every other prompt), members apart from each
@@ -62,7 +49,7 @@ def test_ragged_interleaved_groups_in_any_order(advantage):
         rng.shuffle(episodes)
         scores, groups = map(list, zip(*episodes))
         advantages = advantages_of(scores, groups, advantage)
-        expected = reference_advantages(scores, groups, advantage)
+        expected = group_advantages(scores, groups, advantage)
         expected = torch.tensor(expected, dtype=torch.float64)
         assert torch.allclose(advantages, expected, rtol=1e-10, atol=1e-12)
 
@@ -98,23 +85,11 @@ GRID = list(itertools.product(LOGRATIOS, ADVANTAGES))
 
 
 def surrogate_by_cases(logratio, advantage, dual_clip):
-    """(loss, its derivative by the log-prob, is a clip active), case by case instead of by min and
-    max."""
-    inside = -20 < logratio < 20
-    ratio = math.exp(min(max(logratio, -20.0), 20.0))
-    if advantage > 0 and ratio > 1 + HIGH:
-        return -advantage * (1 + HIGH), 0.0, True
-    if advantage < 0 and ratio < 1 - LOW:
-        return -advantage * (1 - LOW), 0.0, True
-    if advantage < 0 and dual_clip > 0 and ratio > dual_clip:
-        return -advantage * dual_clip, 0.0, True
-    return -advantage * ratio, -advantage * ratio * inside, False
-
-
-def surrogate(logprobs, old_logprobs, advantages, dual_clip):
-    return objective_surrogate(
-        "ppo", logprobs, old_logprobs, advantages, None, LOW, HIGH, dual_clip
-    )
+    """As `policy_term`, for log-ratios that are clamped to [-20, 20]: beyond there is no slope."""
+    clamped = min(max(logratio, -20.0), 20.0)
+    args = objective_args("ppo", LOW, HIGH, dual_clip)
+    value, slope, active = policy_term(math.exp(clamped), advantage, None, args)
+    return value, slope * (clamped == logratio), active
 
 
 def grid_tensors():
@@ -126,7 +101,9 @@ def grid_tensors():
 @pytest.mark.parametrize("dual_clip", [0.0, 3.0])
 def test_surrogate_equals_the_derivation_by_cases(dual_clip):
     logprobs, old_logprobs, advantages = grid_tensors()
-    loss, clipped = surrogate(logprobs.requires_grad_(), old_logprobs, advantages, dual_clip)
+    clips = (LOW, HIGH, dual_clip)
+    logprobs.requires_grad_()
+    loss, clipped = surrogate("ppo", logprobs, old_logprobs, advantages, None, clips)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     for i, (logratio, advantage) in enumerate(GRID):
         point = (logratio, advantage)
@@ -142,12 +119,14 @@ def test_surrogate_gradient_by_finite_differences(dual_clip):
     """No point of the grid is within 1e-3 of a kink. Relative to the larger of the loss and its
     slope."""
     logprobs, old_logprobs, advantages = grid_tensors()
-    loss, _ = surrogate(logprobs.requires_grad_(), old_logprobs, advantages, dual_clip)
+    clips = (LOW, HIGH, dual_clip)
+    logprobs.requires_grad_()
+    loss, _ = surrogate("ppo", logprobs, old_logprobs, advantages, None, clips)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     with torch.no_grad():
         h = 1e-5
-        ahead = surrogate(logprobs + h, old_logprobs, advantages, dual_clip)[0]
-        behind = surrogate(logprobs - h, old_logprobs, advantages, dual_clip)[0]
+        ahead = surrogate("ppo", logprobs + h, old_logprobs, advantages, None, clips)[0]
+        behind = surrogate("ppo", logprobs - h, old_logprobs, advantages, None, clips)[0]
     difference = ((ahead - behind) / (2 * h) - gradient).abs()
     scale = torch.maximum(loss.detach().abs(), gradient.abs()) + 1e-300
     assert (difference / scale).max() < 1e-8
@@ -156,7 +135,8 @@ def test_surrogate_gradient_by_finite_differences(dual_clip):
 def test_ratio_of_exactly_one_gives_minus_the_advantage():
     logprobs = torch.log_softmax(torch.randn(64), 0).requires_grad_()
     advantages = torch.randn(64)
-    loss, clipped = surrogate(logprobs, logprobs.detach(), advantages, 3.0)
+    clips = (LOW, HIGH, 3.0)
+    loss, clipped = surrogate("ppo", logprobs, logprobs.detach(), advantages, None, clips)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert torch.equal(loss.detach(), -advantages)
     assert torch.equal(gradient, -advantages)

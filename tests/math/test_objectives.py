@@ -1,22 +1,32 @@
 """Objectives, corrections, KL estimates and `backward`, in float64 against definitions by cases and
 a dense reference.
 
-The reference gradient needs no autograd of ours: every term of the loss depends on the policy
-through log p and the entropy alone, so its slope is written down by hand, in plain Python, and only
-log p and entropy are differentiated.
+The definitions are in reference.py. Its slopes by log p and entropy are written down by hand; only
+log p and entropy themselves are differentiated.
 """
 
 import itertools
 import math
 import random
-import statistics
 from types import SimpleNamespace
 
 import pytest
 import torch
 from episodes import random_episodes
 from helpers import make_args, random_policy, relative_l2
-from torch.nn.utils.rnn import pad_sequence
+from reference import (
+    GRID,
+    correction_term,
+    dense_pass,
+    group_advantages,
+    kl_term,
+    objective_args,
+    policy_term,
+    punishment,
+    surrogate,
+    token_terms,
+    token_weight,
+)
 
 import curiosity_rl
 import grpo
@@ -41,68 +51,6 @@ def gradient(loss, *inputs) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss.sum(), inputs, retain_graph=True))
 
 
-def surrogate(
-    objective,
-    logprobs,
-    old_logprobs,
-    advantages,
-    episodes,
-    clip_low,
-    clip_high,
-    dual_clip,
-    script=grpo,
-):
-    """(loss [N], is a clip active [N]): an objective by the script's `policy_loss`, with nothing
-    besides."""
-    nothing = torch.full_like(advantages, math.nan)
-    tokens = grpo.Tokens(episodes, nothing, nothing, old_logprobs, nothing, advantages)
-    clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-    args = make_args(script, **clips, **({"objective": objective} if script is grpo else {}))
-    return script.policy_loss(logprobs, torch.zeros_like(logprobs), tokens, args)
-
-
-# --- definitions, by cases, in plain Python -------------------------------------------------------
-
-
-def policy_term(objective, ratio, advantage, logprob):
-    """(loss, its derivative by the log-prob, is its clip active); gspo: with the ratio of the
-    sequence."""
-    low, high = 1 - CLIP_LOW, 1 + CLIP_HIGH
-    if objective == "cispo":
-        weight = low if ratio < low else high if ratio > high else ratio
-        return -advantage * weight * logprob, -advantage * weight, not low <= ratio <= high
-    for bound, active in (
-        (high, advantage > 0 and ratio > high),
-        (low, advantage < 0 and ratio < low),
-        (DUAL_CLIP, objective == "ppo" and advantage < 0 and ratio > DUAL_CLIP),
-    ):
-        if active:
-            return -advantage * bound, 0.0, True
-    return -advantage * ratio, -advantage * ratio, False
-
-
-def correction_term(correction, w, w_of_sequence, low, high):
-    if correction == "none":
-        return 1.0
-    if correction == "truncate":
-        return min(w, high)
-    if correction == "mask":
-        return w if low <= w <= high else 0.0
-    return 1.0 if low <= w_of_sequence <= high else 0.0
-
-
-def kl_term(estimator, d, ratio):
-    """(value, derivative by the log-prob)"""
-    k3, slope = math.exp(-d) - 1 + d, 1 - math.exp(-d)
-    return {
-        "none": (0.0, 0.0),
-        "k1": (d, 1.0),
-        "k2": (d**2 / 2, d),
-        "k3": (k3, slope),
-        "k3-is": (ratio * k3, ratio * k3 + ratio * slope),
-    }[estimator]
-
-
 # --- group_advantages -----------------------------------------------------------------------------
 
 
@@ -120,30 +68,12 @@ def advantages_of(scores, groups, advantage, dtype=torch.float64):
     )
 
 
-def test_rloo_is_the_score_minus_the_mean_of_the_others():
+@pytest.mark.parametrize("advantage", ["rloo", "batch-std"])
+def test_other_baselines_by_their_definitions(advantage):
     scores, groups = ragged_scores(0)
-    expected = []
-    for i in range(len(scores)):
-        others = [scores[j] for j in range(len(scores)) if groups[j] == groups[i] and j != i]
-        expected.append(scores[i] - statistics.fmean(others) if others else 0.0)
+    expected = double(group_advantages(scores, groups, advantage))
     assert torch.allclose(
-        advantages_of(scores, groups, "rloo"), double(expected), rtol=1e-12, atol=1e-14
-    )
-
-
-def centered_scores(scores, groups):
-    return [
-        s - statistics.fmean(x for x, h in zip(scores, groups) if h == g)
-        for s, g in zip(scores, groups)
-    ]
-
-
-def test_batch_std_divides_by_one_deviation_for_all_groups():
-    scores, groups = ragged_scores(1)
-    centered = centered_scores(scores, groups)
-    expected = double(centered) / (statistics.stdev(centered) + 1e-6)
-    assert torch.allclose(
-        advantages_of(scores, groups, "batch-std"), expected, rtol=1e-12, atol=1e-14
+        advantages_of(scores, groups, advantage), expected, rtol=1e-12, atol=1e-14
     )
 
 
@@ -151,18 +81,19 @@ def test_batch_std_counts_the_episodes_of_all_ranks(monkeypatch):
     """Two ranks, one prompt in two each; `all_reduce` is played: asked once for its share, then
     given the sum."""
     scores, groups = ragged_scores(2)
-    shares = []
-    ranks = [[(s, g) for s, g in zip(scores, groups) if g % 2 == parity] for parity in (0, 1)]
+    expected = group_advantages(scores, groups, "batch-std")
+    episodes, shares = list(zip(scores, groups, expected)), []
+    ranks = [[episode for episode in episodes if episode[1] % 2 == parity] for parity in (0, 1)]
     monkeypatch.setattr(grpo, "all_reduce", lambda values: shares.append(values) or values)
     for rank in ranks:
-        advantages_of(*zip(*rank), "batch-std")
+        scores, groups, _ = zip(*rank)
+        advantages_of(scores, groups, "batch-std")
     total = [sum(column) for column in zip(*shares)]
     monkeypatch.setattr(grpo, "all_reduce", lambda values: total)
-    deviation = statistics.stdev(centered_scores(scores, groups))
     for rank in ranks:
-        expected = double(centered_scores(*zip(*rank))) / (deviation + 1e-6)
+        scores, groups, expected = zip(*rank)
         assert torch.allclose(
-            advantages_of(*zip(*rank), "batch-std"), expected, rtol=1e-12, atol=1e-14
+            advantages_of(scores, groups, "batch-std"), double(expected), rtol=1e-12, atol=1e-14
         )
 
 
@@ -190,9 +121,6 @@ def test_sequence_mean_of_interleaved_tokens():
 
 # --- surrogate ------------------------------------------------------------------------------------
 
-LOGRATIOS = [-3.0, -0.5, -0.23, -0.21, -0.1, 0.0, 0.1, 0.24, 0.26, 0.5, 1.05, 1.15, 3.0]
-GRID = list(itertools.product(LOGRATIOS, [-2.5, -0.3, 0.0, 1.0]))
-
 
 def test_gspo_is_the_objective_of_whole_sequences():
     """mean over sequences of max(-A s, -A clip(s)), s the geometric mean of the ratios,
@@ -209,7 +137,7 @@ def test_gspo_is_the_objective_of_whole_sequences():
     old = -torch.rand(len(episodes), generator=generator, dtype=torch.float64) - 5
     logprobs = (old + logratios).requires_grad_()
 
-    loss, clipped = surrogate("gspo", logprobs, old, advantages, episodes, *CLIP)
+    loss, clipped = surrogate("gspo", logprobs, old, advantages, episodes, CLIP)
     weighted = (loss * grpo.token_weights("grpo", lengths, 0.0, float(len(GRID)), 0)).sum()
     definition = 0.0
     for members, (_, advantage) in zip(sequences, GRID):
@@ -220,7 +148,9 @@ def test_gspo_is_the_objective_of_whole_sequences():
     assert torch.allclose(weighted, definition, rtol=1e-12)
     assert relative_l2(gradient(weighted, logprobs), gradient(definition, logprobs)) < 1e-12
     for members, (logratio, advantage) in zip(sequences, GRID):
-        value, _, active = policy_term("gspo", math.exp(logratio), advantage, None)
+        value, _, active = policy_term(
+            math.exp(logratio), advantage, None, objective_args("gspo", *CLIP)
+        )
         assert torch.allclose(loss[members], double(value), rtol=1e-12), (logratio, advantage)
         assert (clipped[members] == active).all(), (logratio, advantage)
 
@@ -229,10 +159,12 @@ def test_cispo_is_a_constant_weight_on_the_log_prob():
     logratios, advantages = map(double, zip(*GRID))
     old = -torch.arange(len(GRID), dtype=torch.float64) / 16 - 4
     logprobs = (old + logratios).requires_grad_()
-    loss, clipped = surrogate("cispo", logprobs, old, advantages, None, *CLIP)
+    loss, clipped = surrogate("cispo", logprobs, old, advantages, None, CLIP)
     (slope,) = gradient(loss, logprobs)
     for i, (logratio, advantage) in enumerate(GRID):
-        expected = policy_term("cispo", math.exp(logratio), advantage, logprobs[i].item())
+        expected = policy_term(
+            math.exp(logratio), advantage, logprobs[i].item(), objective_args("cispo", *CLIP)
+        )
         assert (loss[i].item(), slope[i].item()) == pytest.approx(expected[:2], rel=1e-12), (
             logratio,
             advantage,
@@ -242,7 +174,7 @@ def test_cispo_is_a_constant_weight_on_the_log_prob():
     # moving the old log-probs along holds the ratio, and with it the weight
     with torch.no_grad():
         ahead, behind = (
-            surrogate("cispo", logprobs + h, old + h, advantages, None, *CLIP)[0]
+            surrogate("cispo", logprobs + h, old + h, advantages, None, CLIP)[0]
             for h in (1e-4, -1e-4)
         )
     assert torch.allclose((ahead - behind) / 2e-4, slope, rtol=1e-8, atol=1e-10)
@@ -252,7 +184,7 @@ def test_cispo_is_a_constant_weight_on_the_log_prob():
 def test_ratio_of_one_gives_the_plain_policy_gradient(objective):
     logprobs = (-torch.rand(50, dtype=torch.float64)).requires_grad_()
     advantages, episodes = torch.randn(50, dtype=torch.float64), torch.arange(50) // 7
-    loss, clipped = surrogate(objective, logprobs, logprobs.detach(), advantages, episodes, *CLIP)
+    loss, clipped = surrogate(objective, logprobs, logprobs.detach(), advantages, episodes, CLIP)
     (slope,) = gradient(loss, logprobs)
     assert torch.equal(slope, -advantages) and not clipped.any()
 
@@ -402,13 +334,6 @@ def test_kl_to_itself_is_exactly_zero():
 # --- shaped_scores --------------------------------------------------------------------------------
 
 
-def punishment(length, limit, buffer):
-    """DAPO eq. 13."""
-    if length <= limit - buffer:
-        return 0.0
-    return (limit - buffer - length) / buffer if length <= limit else -1.0
-
-
 @pytest.mark.parametrize("limit, buffer", [(20, 8), (20, 1), (20, 19), (20, 7)])
 def test_soft_overlong_punishment(limit, buffer):
     """At every length, one above the limit included; observations count as the response does."""
@@ -462,34 +387,12 @@ def arguments(estimator="none", **options) -> grpo.Args:
     return make_args(grpo, **COMMON, **kl, **options)
 
 
-def dense_pass(policy, episodes):
-    """(log p, entropy) of the trained tokens, episode by episode: transformers' own forward, padded
-    on the right."""
-    ids = pad_sequence(
-        [torch.tensor(e.prompt_ids + e.response_ids) for e in episodes], batch_first=True
-    )
-    policy.model.set_attn_implementation("sdpa")
-    logp = torch.log_softmax(policy.model(ids).logits / COMMON["temperature"], -1)
-    policy.model.set_attn_implementation("shared_prompts")
-    entropy = -(logp.exp() * logp).sum(-1)
-    places = [
-        (i, t)
-        for i, e in enumerate(episodes)
-        for t, m in enumerate(e.loss_mask, start=len(e.prompt_ids))
-        if m
-    ]
-    return [
-        torch.stack(x)
-        for x in zip(*((logp[i, t - 1, ids[i, t]], entropy[i, t - 1]) for i, t in places))
-    ]
-
-
 @pytest.fixture(scope="module")
 def case(tiny_config):
     """A policy, ragged episodes with observations, and log-probs of old, reference and engine
     around its own."""
     policy, episodes = random_policy(tiny_config), random_episodes(8)
-    logprobs, entropy = dense_pass(policy, episodes)
+    logprobs, entropy = dense_pass(policy, episodes, COMMON["temperature"])
     noise = torch.randn(
         3, len(logprobs), generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -510,42 +413,26 @@ def case(tiny_config):
     )
 
 
-def reference(case, args, old):
-    """(gradient, [loss, entropy, clipped, KL]) of all episodes, one at a time; slopes by hand."""
-    slopes, weights, loss, clipped, kl = [], [], 0.0, 0, 0.0
-    columns = [x.tolist() for x in (case.logprobs, old, case.ref, case.rollout, case.entropy)]
-    tokens = list(zip(*columns))
-    for episode, advantage in zip(case.episodes, case.advantages.tolist()):
-        length = sum(episode.loss_mask)
-        sequence, tokens = tokens[:length], tokens[length:]
-        weight = {
-            "dapo": 1 / COUNTS[0],
-            "grpo": 1 / max(length, 1) / COUNTS[1],
-            "dr_grpo": 1 / COMMON["max_response_tokens"] / COUNTS[1],
-        }[args.reduction]
-        if sequence:
-            s = math.exp(statistics.fmean(lp - old for lp, old, *_ in sequence))
-            w_of_sequence = math.exp(
-                statistics.fmean(old - rollout for _, old, _, rollout, _ in sequence)
-            )
-        for lp, old, ref, rollout, entropy in sequence:
-            ratio = math.exp(lp - old)
-            value, slope, active = policy_term(
-                args.objective, s if args.objective == "gspo" else ratio, advantage, lp
-            )
-            c = correction_term(
-                args.correction, math.exp(old - rollout), w_of_sequence, *args.correction_range
-            )
-            kl_value, kl_slope = kl_term(args.kl_estimator, lp - ref, ratio)
-            loss += weight * (
-                c * value + args.kl_loss_coef * kl_value - args.entropy_coef * entropy
-            )
-            slopes.append(weight * (c * slope + args.kl_loss_coef * kl_slope))
-            weights.append(weight)
-            clipped += active
-            kl += ratio - 1 - math.log(ratio)
+def dense_reference(case, args, old):
+    """(gradient, [loss, entropy, clipped, KL]) of all tokens by their definitions."""
+    index = TokenIndex(case.episodes)
+    owner = index.episode_of_token
+    columns = {"logprobs": case.logprobs, "entropy": case.entropy, "episodes": owner}
+    columns |= {"advantages": case.advantages[owner], "old_logprobs": old}
+    columns |= {"rollout_logprobs": case.rollout, "ref_logprobs": case.ref}
+    columns = {name: column.tolist() for name, column in columns.items()}
+    values, slopes, clips = zip(*token_terms(columns, args))
+    weights = [
+        token_weight(args.reduction, length, *COUNTS, COMMON["max_response_tokens"])
+        for length in index.lengths[owner].tolist()
+    ]
+    loss = sum(weight * value for weight, value in zip(weights, values))
+    logratios = [now - then for now, then in zip(columns["logprobs"], columns["old_logprobs"])]
+    kl = sum(math.exp(logratio) - 1 - logratio for logratio in logratios)
+    slopes = [weight * slope for weight, slope in zip(weights, slopes)]
     scalar = double(slopes) @ case.logprobs - args.entropy_coef * (double(weights) @ case.entropy)
-    return gradient(scalar, *case.policy.parameters()), [loss, sum(columns[-1]), clipped, kl]
+    sums = [loss, sum(columns["entropy"]), sum(clips), kl]
+    return gradient(scalar, *case.policy.parameters()), sums
 
 
 def sums_of(means: Means, world: World = ALONE) -> list[float]:
@@ -595,7 +482,9 @@ def test_the_case_reaches_every_branch(case):
     """Otherwise the comparison below would not see a branch that is missing."""
     for objective in OBJECTIVES:
         assert (
-            5 < reference(case, arguments(objective=objective), case.old)[1][2] < len(case.old) - 5
+            5
+            < dense_reference(case, arguments(objective=objective), case.old)[1][2]
+            < len(case.old) - 5
         ), objective
     ratio = (case.logprobs - case.old).detach().exp()
     token_advantages = case.advantages[TokenIndex(case.episodes).episode_of_token]
@@ -623,7 +512,9 @@ def test_backward_equals_the_dense_reference(case, objective, reduction, correct
     ):
         options = {"objective": objective, "reduction": reduction, "correction": correction}
         args = arguments(estimator, entropy_coef=entropy_coef, **options)
-        assert_equal(ours(case, args), reference(case, args, case.old), (estimator, entropy_coef))
+        assert_equal(
+            ours(case, args), dense_reference(case, args, case.old), (estimator, entropy_coef)
+        )
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -693,7 +584,7 @@ def test_on_policy_the_old_log_probs_are_the_new_ones(case, objective):
     for correction, estimator in zip(CORRECTIONS, ["none", "k2", "k3", "k3-is"]):
         args = arguments(estimator, objective=objective, correction=correction)
         got = ours(case, args, on_policy=True)
-        assert_equal(got, reference(case, args, case.logprobs.detach()), correction)
+        assert_equal(got, dense_reference(case, args, case.logprobs.detach()), correction)
         assert got[1][2:] == [0.0, 0.0]
         assert relative_l2([got[2]], [case.logprobs.detach()]) < 1e-12
 
