@@ -7,6 +7,7 @@ from functools import cache
 from helpers import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("papers/*/README.md")]
+PAGES += [ROOT / "tests" / "README.md"]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in PAGES)
 
 

@@ -135,6 +135,13 @@ def test_circles_are_found():
     assert {"common.files", "common.checkpoint"} <= set(circle(graph))
 
 
+def test_tests_import_what_they_share_from_helpers():
+    """Not from each other: a test file can be moved, and its names are its own."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        modules = {name.partition(".")[0] for name in imported(path.read_text())}
+        assert not any(module.startswith("test_") for module in modules), path
+
+
 def test_vllm_stays_in_the_engine():
     found = set()
     for module, path in house().items():
