@@ -24,6 +24,8 @@ Functions that grpo.py has, too, are the same there, word for word.
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their trained tokens, N
 those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
+
+Its mathematics is tested in tests/math/test_ppo_math.py.
 """
 
 import math
