@@ -25,6 +25,8 @@ Where this differs from the released code:
 
 Names: E episodes on this rank, T their trained tokens, N those of a micro-batch. Everything per
 token is flat ([T] or [N]): there is no padding to mask.
+
+Its mathematics is tested in tests/math/test_curiosity.py.
 """
 
 import math

@@ -23,6 +23,8 @@ Where this differs from the papers and from most implementations:
 
 Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their trained tokens, N
 those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
+
+Its mathematics is tested in tests/math/test_grpo_math.py and tests/math/test_objectives.py.
 """
 
 import math

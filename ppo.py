@@ -25,6 +25,8 @@ check_args and main.
 
 Names: E episodes on this rank, T their trained tokens, N those of a micro-batch. Everything per
 token is flat ([T] or [N]): there is no padding to mask.
+
+Its mathematics is tested in tests/math/test_ppo_math.py.
 """
 
 import math

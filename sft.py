@@ -16,6 +16,8 @@ What this does that others do not:
         --train-data train.parquet --eval-data test.parquet
 
 What rows may look like: common/data/formats.py.
+
+Its loss is tested in tests/math/test_grpo_math.py, its gradients in tests/runs/test_sft_runs.py.
 """
 
 from contextlib import suppress

@@ -51,6 +51,12 @@ LONGEST += ["test_ppo_math", "test_invariance"]
 LONGEST += ["test_math_rewards", "test_reward_workers", "test_house", "test_zygote"]
 
 
+def pytest_itemcollected(item) -> None:
+    """A slow test of tests/math is marked slow_math, too: pytest -m slow_math."""
+    if item.get_closest_marker("slow"):
+        item.add_marker(f"slow_{item.path.parent.name}")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}

@@ -1,11 +1,10 @@
-"""Shared pieces: random small models, episodes, and running the scripts as their users do."""
+"""Shared pieces: random small models, checkpoints, and running the scripts as their users do."""
 
 import ast
 import contextlib
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -114,30 +113,6 @@ def split_of(episodes: list[Episode], count: int, *, seed: int, step: int) -> li
 
     prompts = prompts_of_all_ranks(episodes)
     return grpo.split_minibatches(episodes, prompts, count, seed, step)
-
-
-def random_episodes(
-    seed: int, prompts: int = 3, samples: int = 4, vocab: int = 97
-) -> list[Episode]:
-    """Groups of ragged episodes; some tokens in the middle are observations, and one episode trains
-    nothing."""
-    rng = random.Random(seed)
-    episodes = []
-    for p in range(prompts):
-        prompt = [rng.randrange(3, vocab) for _ in range(rng.randint(2, 9))]
-        for s in range(samples):
-            length = rng.randint(1, 14)
-            mask = [int(rng.random() > 0.25) for _ in range(length)]
-            if p == s == 1:
-                mask = [0] * length
-            ids = [rng.randrange(3, vocab) for _ in range(length)]
-            logprobs = [-rng.random() * m for m in mask]
-            episodes.append(
-                Episode(
-                    p, s, prompt, ids, mask, logprobs, "stop", {"score": float(rng.random() < 0.4)}
-                )
-            )
-    return episodes
 
 
 @cache

@@ -277,7 +277,7 @@ CROP = (
 def teach(folder: Path, steps: int = 60) -> None:
     """A few seconds of supervised training, so that the model's samples are calls, some of them
     bad, and answers."""
-    from test_turns import ScriptedEngine, row
+    from scripted import ScriptedEngine, row
 
     from common.models import load_model
     from common.packing import TokenIndex, pack

@@ -1,8 +1,8 @@
 """An estimate of the memory of a rank in each phase of a step.
 
 `phases_of` adds up named terms, in gigabytes. docs/scaling.md ("What is counted") says what
-each of them counts, and where its constants come from. tests/test_memory.py counts activations, and
-has peaks that were measured on an H100.
+each of them counts, and where its constants come from. tests/runs/test_memory.py counts
+activations, and has peaks that were measured on an H100.
 """
 
 from dataclasses import dataclass, replace

@@ -7,7 +7,7 @@ python -m pytest tests/gpu -q -s
 import pytest
 import torch
 from helpers import metrics_of, run_script, steps_of
-from test_reward_model import save_reward_model
+from model_folders import save_reward_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from episodes import random_episodes
 from helpers import (
     ROOT,
     kill_once,
-    random_episodes,
     relative_l2,
     run_script,
     skip_where_no_step_is_repeated,

@@ -9,7 +9,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from test_groups import call, group
+from episodes import call, group
 
 import grpo
 from common.data.protocols import Code

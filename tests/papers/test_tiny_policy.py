@@ -7,8 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import prompts_of
-from test_python_tool import Trajectory
-from test_turns import run
+from scripted import Trajectory, run
 
 from common.assets.build import mosaic, tiny_vl, tiny_vl_python
 from common.data.conversations import Conversations

@@ -9,7 +9,8 @@ import argparse
 import json
 
 import torch
-from helpers import make_args, random_episodes, random_policy, relative_l2
+from episodes import random_episodes
+from helpers import make_args, random_policy, relative_l2
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config
 

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 import torch
-from helpers import random_episodes, split_of
+from episodes import random_episodes
+from helpers import split_of
 
 from common.distributed import gather_objects, init_world
 from common.metrics import Means, explained_variance, rollout_means, rollout_metrics

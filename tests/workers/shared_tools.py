@@ -11,7 +11,7 @@ import json
 import sys
 
 import psutil
-from test_turns import ScriptedEngine, row
+from scripted import ScriptedEngine, row
 from torch.distributed import new_subgroups
 from vl import build_tokenizer
 

@@ -1,0 +1,201 @@
+"""Which groups grpo.py trains on: those that are replaced, those that are ranked, and what tool
+calls earn."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from episodes import UNEQUAL, call, group
+from helpers import checked_args, make_args
+
+import grpo
+from common.rollout.opening import print_plan
+from common.steps import Stopwatch
+
+
+def rollouts_of(world, groups=group) -> SimpleNamespace:
+    """Prompt number p has the scores of UNEQUAL; what was drawn is noted."""
+    rollouts = SimpleNamespace(world=world, drawn=[])
+
+    def draw(count: int, first: int) -> list[int]:
+        rollouts.drawn.append((first, count))
+        return list(range(first, first + count))
+
+    rollouts.draw, rollouts.score = draw, lambda episodes, prompts: None
+    rollouts.sample = lambda prompts, step, watch: [e for prompt in prompts for e in groups(prompt)]
+    return rollouts
+
+
+@pytest.mark.parametrize(
+    "flags, drawn, trained",
+    [
+        ({"dynamic_sampling": 2, "prompts_per_step": 3}, [(0, 3), (3, 2)], [1, 4]),
+        ({"dynamic_sampling": 9, "prompts_per_step": 3}, [(0, 3), (3, 2), (5, 1)], [1, 4, 5]),
+        ({"oversample": 1.5, "prompts_per_step": 4}, [(0, 6)], [1, 4, 5]),
+        ({"oversample": 3.0, "prompts_per_step": 3}, [(0, 9)], [1, 4, 8]),
+        ({"oversample": 3.0, "prompts_per_step": 1}, [(0, 3)], [1]),
+        # 1.12 * 25 is a bit above 28
+        ({"oversample": 1.12, "prompts_per_step": 25}, [(0, 28)], [1, 4, 5, 7, 8]),
+        (
+            {"oversample": 1.5, "prompts_per_step": 3, "dynamic_sampling": 9},
+            [(0, 5), (5, 2)],
+            [1, 4, 5],
+        ),
+        (
+            {"oversample": 2.0, "prompts_per_step": 2, "dynamic_sampling": 9},
+            [(0, 4), (4, 2)],
+            [1, 4],
+        ),
+        ({"prompts_per_step": 3}, [(0, 3)], [0, 1, 2]),
+    ],
+)
+def test_groups_are_replaced_and_ranked(world, capsys, flags, drawn, trained):
+    """A round draws ceil(missing x F); the widest unequal groups are kept whole, of equal ones the
+    first."""
+    rollouts = rollouts_of(world)
+    sampled, episodes = grpo.collect_groups(rollouts, make_args(grpo, **flags), 4, Stopwatch())
+    assert rollouts.drawn == drawn
+    assert [e.prompt_index for e in episodes] == [prompt for prompt in trained for _ in range(3)]
+    assert len(sampled) == 3 * sum(count for _, count in drawn)
+    found, wanted = len(trained), flags["prompts_per_step"]
+    told = f"step 5 trains on {found} groups, not on {wanted}: no more of"
+    assert (told in capsys.readouterr().out) == (found < wanted)
+
+
+def test_groups_of_other_ranks_count(world, monkeypatch):
+    """This rank has two of its six prompts; with those of another one the four are there."""
+    monkeypatch.setattr(grpo, "prompts_of_all_ranks", lambda episodes: [1, 4, 6, 9])
+    rollouts = rollouts_of(world)
+    args = make_args(grpo, dynamic_sampling=9, oversample=1.5, prompts_per_step=4)
+    grpo.collect_groups(rollouts, args, 0, Stopwatch())
+    assert rollouts.drawn == [(0, 6)]
+
+
+def test_the_deviation_is_that_of_the_scored_samples(world):
+    """Unbiased: over two samples it is wider than over three; a sample that could not be scored is
+    none."""
+    scores = {0: (1.0, 0.0, 0.0), 1: (1.0, 0.0, math.nan), 2: (1.0, 1.0, math.nan)}
+    rollouts = rollouts_of(world, groups=lambda prompt: group(prompt, scores[prompt]))
+    args = make_args(grpo, oversample=3.0, prompts_per_step=1)
+    sampled, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
+    assert [(e.prompt_index, e.score) for e in episodes] == [(1, 1.0), (1, 0.0)] and len(
+        sampled
+    ) == 9
+
+
+def test_what_an_environment_gives_is_part_of_the_score(world):
+    """Once, and before groups are compared: without it these are equal."""
+
+    def answered(prompt: int) -> list:
+        episodes = group(prompt, [1.0, 1.0])
+        episodes[1].turn_rewards = [(1, 0.25), (1, 0.5)]
+        return episodes
+
+    args = make_args(grpo, dynamic_sampling=2, prompts_per_step=1)
+    _, episodes = grpo.collect_groups(rollouts_of(world, groups=answered), args, 0, Stopwatch())
+    assert [e.score for e in episodes] == [1.0, 1.75]
+
+
+def test_equal_widths_are_equal_whatever_their_rounding(world):
+    """One right of eight deviates as seven do, whichever it is; 0.1 + 0.2 is 0.3, whose advantages
+    would be 0."""
+    scores = {
+        0: (0.1 + 0.2,) + (0.3,) * 7,
+        1: (1.0,) + (0.1,) * 7,
+        2: (0.1,) * 5 + (1.0,) + (0.1,) * 2,
+    }
+    scores |= {3: (1.0,) * 7 + (0.1,)}
+    episodes = [e for prompt in scores for e in group(prompt, scores[prompt])]
+    for count, kept in ((1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 3])):
+        assert sorted({e.prompt_index for e in grpo.widest_groups(episodes, count)}) == kept
+
+
+def test_ranks_choose_together(monkeypatch):
+    """Prompts 0, 2, 4 ... are one rank's, the others another's; together they keep what one rank
+    alone would."""
+    episodes = [e for prompt in UNEQUAL for e in group(prompt)]
+    parts = [[e for e in episodes if e.prompt_index % 2 == rank] for rank in (0, 1)]
+    told: list[dict] = []
+    monkeypatch.setattr(grpo, "gather_objects", lambda own: told.append(own) or [own])
+    for part in parts:
+        grpo.widest_groups(part, 9)
+    monkeypatch.undo()
+    for count in range(len(UNEQUAL) + 2):
+        alone = grpo.widest_groups(episodes, count)
+        monkeypatch.setattr(grpo, "gather_objects", lambda own: told)
+        together = [e for part in parts for e in grpo.widest_groups(part, count)]
+        monkeypatch.undo()
+        assert sorted(map(id, together)) == sorted(map(id, alone)) and len(alone) == 3 * min(
+            count, len(UNEQUAL)
+        )
+
+
+@pytest.mark.parametrize(
+    "score, calls, earned",
+    [
+        (1.0, [call(acted=True), call(acted=True)], 0.2),
+        (0.0, [call(acted=True)], 0.0),
+        (1.0, [], 0.0),
+        (1.0, [call(acted=False), call(True, acted=True), call(acted=True)], 0.1),
+        # whatever a tool says
+        (1.0, [call(acted="clicked"), call(acted=3), call(acted=""), call(acted=None)], 0.2),
+        (1.0, [call(), call(True)], 0.1),  # other tools: what was no error
+        (1.0, [call(), call(turn=1)], 0.1),  # after the second there was no room for what it showed
+        (math.nan, [call(acted=True)], 0.0),
+    ],
+)
+def test_calls_earn_something_if_the_answer_is_right(score, calls, earned):
+    (episode,) = group(0, [score], calls)
+    grpo.add_tool_bonus([episode], 0.1)
+    assert episode.terms["tool_bonus"] == pytest.approx(earned)
+    assert episode.score == pytest.approx(score + earned, nan_ok=True)
+
+
+def test_the_bonus_decides_which_groups_are_unequal(world):
+    rollouts = rollouts_of(world, groups=lambda prompt: group(prompt, [1.0, 1.0]))
+    rollouts.sample = lambda prompts, step, watch: [
+        e
+        for prompt in prompts
+        for e in [*group(prompt, [1.0]), *group(prompt, [1.0], [call(acted=True)])]
+    ]
+    args = make_args(grpo, oversample=2.0, prompts_per_step=1, tool_bonus=0.5)
+    _, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
+    assert [e.score for e in episodes] == [1.0, 1.5]
+
+
+@pytest.mark.parametrize("bonus, kept", [(0.5, [(1, 1.5), (1, 2.0)]), (0.0, [])])
+def test_as_many_calls_of_all_make_no_group_unequal(world, bonus, kept):
+    """All answers are right: with one call each the group is dropped, with one and two it is
+    trained on."""
+    calls = {0: (1, 1), 1: (1, 2), 2: (3, 3)}
+    rollouts = rollouts_of(
+        world,
+        groups=lambda prompt: [
+            e for n in calls[prompt] for e in group(prompt, [1.0], [call(acted=True)] * n)
+        ],
+    )
+    args = make_args(grpo, oversample=1.5, prompts_per_step=2, tool_bonus=bonus)
+    sampled, episodes = grpo.collect_groups(rollouts, args, 0, Stopwatch())
+    assert [(e.prompt_index, e.score) for e in episodes] == kept and len(sampled) == 6
+
+
+def test_an_epoch_counts_the_prompts_that_are_drawn(capsys):
+    flags = grpo.Rollout(prompts_per_step=4, samples_per_prompt=2)
+    print_plan(flags, num_rows=30, prompts_per_step=6, total_steps=10, updates=1)
+    assert (
+        "30 prompts; a step: 6 x 2 samples, 1 updates; 10 steps pass over the data 2.00 times"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--oversample", "0.5"], "--oversample 0.5: must be from 1 to 100"),
+        (["--tool-bonus", "0.1"], "--tool-bonus 0.1 has no effect: needs --tools"),
+        (["--tool-bonus", "-1", "--tools", "python"], "--tool-bonus -1.0: must not be below 0"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(monkeypatch, flags, told):
+    with pytest.raises(SystemExit, match=told):
+        checked_args(grpo, monkeypatch, "--model", "m", "--train-data", "d", *flags)

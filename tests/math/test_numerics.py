@@ -1,0 +1,329 @@
+"""Chunked log-probs and entropies equal the dense computation; shared prompts equal unshared
+ones."""
+
+import random
+from math import ceil
+
+import pytest
+import torch
+from episodes import random_episodes
+from helpers import random_policy, relative_l2
+
+import common.logprobs
+from common.attention import block_mask, choose_attention, shared_prompt_attention
+from common.logprobs import token_logprobs
+from common.packing import TokenIndex, _build, pack
+from common.types import Episode
+
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def dense(hidden, weight, targets, temperature):
+    logp = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("chunk_elements", [1, 7 * 53, 10**9])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+def test_chunked_logprobs_equal_dense(dtype, chunk_elements, entropy_coef, monkeypatch):
+    monkeypatch.setitem(common.logprobs.CHUNK_ELEMENTS, "cpu", chunk_elements)
+    torch.manual_seed(0)
+    hidden = torch.randn(31, 16, dtype=dtype)
+    weight = torch.randn(53, 16, dtype=dtype)
+    targets = torch.randint(53, (31,))
+    weights = torch.randn(2, 31, dtype=dtype)
+    results = []
+    for function in (token_logprobs, dense):
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        logprobs, entropy = function(*inputs, targets, 0.7)
+        (logprobs * weights[0] + entropy_coef * entropy * weights[1]).sum().backward()
+        results.append([logprobs.detach(), entropy.detach(), *[x.grad for x in inputs]])
+    for ours, reference in zip(*results):
+        assert relative_l2([ours], [reference]) < BOUNDS[dtype]
+
+
+def test_chunked_logprobs_gradient_by_finite_differences():
+    torch.manual_seed(1)
+    hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(7, (5,))
+    torch.autograd.gradcheck(token_logprobs, (hidden, weight, targets, 1.3))
+
+
+def test_low_precision_inputs_accumulate_in_float32():
+    torch.manual_seed(2)
+    hidden = torch.randn(8, 32)
+    weight = torch.randn(300, 32)
+    targets = torch.randint(300, (8,))
+    logprobs, entropy = token_logprobs(hidden.bfloat16(), weight.bfloat16(), targets)
+    expected, _ = dense(hidden.bfloat16().float(), weight.bfloat16().float(), targets, 1.0)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert (logprobs - expected).abs().max() < 0.1  # only the matrix product rounds to bf16
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_saved(monkeypatch):
+    monkeypatch.setitem(common.logprobs.CHUNK_ELEMENTS, "cpu", 8 * 1000)
+    hidden = torch.randn(512, 4, requires_grad=True)
+    weight = torch.randn(1000, 4, requires_grad=True)
+    saved_sizes = []
+
+    def save(tensor):
+        saved_sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64))
+    assert max(saved_sizes) <= weight.numel()
+
+
+def losses_and_gradients(policy, episodes, order=None, **options):
+    """Log-probs in flat order, and the gradient of a fixed random combination of log-probs and
+    entropies."""
+    index = TokenIndex(episodes)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, len(index), generator=generator, dtype=torch.float64)
+    policy.zero_grad()
+    logprobs = torch.full((len(index),), float("nan"), dtype=torch.float64)
+    for batch in pack(episodes, order or range(len(episodes)), index, **options):
+        mb_logprobs, mb_entropy = policy(batch, 0.8)
+        w = weights[:, batch.tokens].to(mb_logprobs.dtype)
+        (mb_logprobs * w[0] + mb_entropy * w[1]).sum().backward()
+        logprobs[batch.tokens] = mb_logprobs.detach().double()
+    assert not logprobs.isnan().any(), "a trained token has no place in the packs"
+    return logprobs, [p.grad.clone() for p in policy.parameters()]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_packing_variants_give_the_same_logprobs_and_gradients(tiny_config, dtype):
+    policy = random_policy(tiny_config, dtype)
+    episodes = random_episodes(3)
+    # one episode, no padding
+    reference = losses_and_gradients(policy, episodes, budget=1, share_prompts=False)
+    variants = {
+        "shared, one micro-batch": {"budget": 10_000},
+        "shared, small budget": {"budget": 40},
+        "padded": {"budget": 60, "multiple": 32, "share_prompts": False},
+        "packed unshared": {"budget": 200, "share_prompts": False},
+        "another order": {"budget": 60, "order": [7, 2, 11, 0, 4, 9, 1, 3, 10, 5, 8, 6]},
+    }
+    for name, options in variants.items():
+        logprobs, gradients = losses_and_gradients(policy, episodes, **options)
+        assert relative_l2([logprobs], [reference[0]]) < BOUNDS[dtype], name
+        assert relative_l2(gradients, reference[1]) < BOUNDS[dtype], name
+
+
+def test_packed_logprobs_equal_the_plain_model(tiny_config):
+    """The reference is transformers' own forward on prompt + response, one by one, without any mask
+    of ours."""
+    policy = random_policy(tiny_config)
+    episodes = random_episodes(4)
+    packed, _ = losses_and_gradients(policy, episodes, budget=100)
+    policy.model.set_attn_implementation("sdpa")
+    plain = []
+    for episode in episodes:
+        ids = torch.tensor([episode.prompt_ids + episode.response_ids])
+        logp = torch.log_softmax(policy.model(ids).logits[0] / 0.8, -1)
+        for t, trained in enumerate(episode.loss_mask, start=len(episode.prompt_ids)):
+            if trained:
+                plain.append(logp[t - 1, ids[0, t]])
+    assert relative_l2([packed], [torch.stack(plain).detach()]) < 1e-10
+
+
+def test_shared_prompts_save_tokens():
+    episodes = random_episodes(5, prompts=4, samples=8)
+    index = TokenIndex(episodes)
+    shared = pack(episodes, range(32), index, budget=500)
+    unshared = pack(episodes, range(32), index, budget=500, share_prompts=False)
+    num_shared = sum(batch.input_ids.numel() for batch in shared)
+    num_unshared = sum(batch.input_ids.numel() for batch in unshared)
+    # an episode that trains nothing is in no pack
+    repeated = sum(len(e.prompt_ids) for e in episodes if any(e.loss_mask))
+    once = sum({e.prompt_index: len(e.prompt_ids) for e in episodes}.values())
+    assert num_unshared - num_shared == repeated - once
+
+
+def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
+    episodes = random_episodes(6, prompts=6)
+    index = TokenIndex(episodes)
+    # a prompt and its longest response fit, the whole group does not, or does
+    for budget in (30, 90):
+        for batch in pack(episodes, range(len(episodes)), index, budget=budget):
+            assert batch.input_ids.numel() <= budget
+    policy = random_policy(tiny_config)
+    empty = _build(episodes, [], index)
+    logprobs, entropy = policy(empty)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert empty.input_ids.shape == (1, 1)
+    assert len(logprobs) == 0
+    assert _build(episodes, [], index, multiple=128).input_ids.shape == (1, 128)
+    assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_block_mask_is_that_of_the_dense_mask(seed):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rng = random.Random(seed)
+    units = []
+    while sum(map(sum, units)) < 900:
+        longest = rng.choice([5, 150, 400])
+        units.append([rng.randint(1, longest) for _ in range(rng.randint(1, 5))])
+    num_tokens = sum(map(sum, units))
+    length = ceil(num_tokens / 128) * 128
+    if length > num_tokens:
+        units.append([length - num_tokens])  # padding
+    mask = block_mask(units, torch.device("cpu"))
+    dense = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
+    assert visible_blocks(mask.kv_num_blocks, mask.kv_indices) == visible_blocks(
+        dense.kv_num_blocks, dense.kv_indices
+    )
+    assert visible_blocks(mask.full_kv_num_blocks, mask.full_kv_indices) == visible_blocks(
+        dense.full_kv_num_blocks, dense.full_kv_indices
+    )
+
+
+def visible_blocks(num_blocks, indices) -> list[list[int]]:
+    """The blocks of keys that each block of queries sees, of tensors [1, 1, B] and [1, 1, B, B]."""
+    return [row[:n] for row, n in zip(indices[0, 0].tolist(), num_blocks[0, 0].tolist())]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"softcap": 30.0}, {"s_aux": torch.ones(1)}, {"sliding_window": 64}, {"dropout": 0.1}],
+)
+def test_an_option_that_packs_do_not_express_is_refused(option):
+    query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    inputs = (torch.nn.Identity(), query, key, value, None)
+    harmless = {"dropout": 0.0, "softcap": None, "is_causal": True}
+    shared_prompt_attention(*inputs, units=[[3, 2]], **harmless)
+    (name,) = option
+    with pytest.raises(TypeError, match=f"Identity needs {name}, not supported"):
+        shared_prompt_attention(*inputs, units=[[3, 2]], **option)
+
+
+def test_layout_by_hand():
+    """Prompt of 2, responses of 2 and 1: the second response sees the prompt and itself only."""
+    episodes = [
+        Episode(0, 0, [5, 6], [7, 8], [1, 1], [0.0, 0.0], "stop"),
+        Episode(0, 1, [5, 6], [9], [1], [0.0], "stop"),
+    ]
+    (batch,) = pack(episodes, [0, 1], TokenIndex(episodes), budget=100, multiple=4)
+    assert batch.units == [[2, 2, 1], [3]]
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
+    assert batch.hidden_index.tolist() == [1, 2, 1]
+    assert batch.targets.tolist() == [7, 8, 9]
+    mask = block_mask(batch.units, batch.input_ids.device)
+    visible = mask.mask_mod(None, None, torch.arange(8)[:, None], torch.arange(8)).int()
+    assert visible.tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize(
+    "units", [[[3, 4, 1], [2, 5], [6]], [[530, 530, 7], [600], [1200, 300]]], ids=["short", "long"]
+)
+def test_attention_by_segments_is_attention_under_the_dense_mask(units):
+    """Values and gradients. Short segments use plain matrix products, long ones torch's kernel,
+    which needs no mask if the response is as long as its prompt."""
+    length = sum(map(sum, units))
+    generator = torch.Generator().manual_seed(0)
+    options = {"dtype": torch.float64, "generator": generator, "requires_grad": True}
+    query = torch.randn(1, 4, length, 8, **options)
+    key = torch.randn(1, 2, length, 8, **options)
+    value = torch.randn(1, 2, length, 8, **options)
+    inputs = [query, key, value]
+    upstream = torch.randn(1, length, 4, 8, dtype=torch.float64, generator=generator)
+    output, _ = shared_prompt_attention(None, query, key, value, None, units=units, scaling=0.3)
+    gradients = torch.autograd.grad((output * upstream).sum(), inputs)
+
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    start = 0
+    for prompt, *responses in units:
+        prompt_keys = slice(start, start + prompt)
+        for size in (prompt, *responses):
+            segment = slice(start, start + size)
+            mask[segment, segment] = torch.ones(size, size, dtype=torch.bool).tril()
+            if segment != prompt_keys:
+                mask[segment, prompt_keys] = True
+            start += size
+    scores = query @ key.repeat_interleave(2, 1).mT * 0.3
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    expected_gradients = torch.autograd.grad((expected * upstream).sum(), inputs)
+    assert (output - expected).abs().max() < 1e-12
+    for gradient, expected_gradient in zip(gradients, expected_gradients):
+        assert (gradient - expected_gradient).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("units", [[[3, 4, 1]], [[530, 530, 7]]], ids=["short", "long"])
+def test_attention_takes_queries_in_another_dtype_than_values(units):
+    """Rotary embeddings may return query and key in float32; torch's kernel refuses to mix."""
+    length = sum(units[0])
+    query = torch.randn(1, 2, length, 8)
+    key = torch.randn(1, 2, length, 8)
+    value = torch.randn(1, 2, length, 8, dtype=torch.bfloat16)
+    output, _ = shared_prompt_attention(None, query, key, value, None, units=units)
+    expected, _ = shared_prompt_attention(
+        None, query.bfloat16(), key.bfloat16(), value, None, units=units
+    )
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, expected)
+
+
+def test_attention_and_compilation_that_cannot_work_are_refused(monkeypatch):
+    cpu = torch.device("cpu")
+    gpu = torch.device("cuda")
+    for attention in ("auto", "sdpa", "flex"):
+        with pytest.raises(SystemExit, match="--compile needs a GPU"):
+            choose_attention(attention, cpu, compile_layers=True)
+    with pytest.raises(SystemExit, match="--attention flex needs a GPU"):
+        choose_attention("flex", cpu)
+    with pytest.raises(SystemExit, match="--compile needs --attention flex or flash"):
+        choose_attention("sdpa", gpu, compile_layers=True)
+    with pytest.raises(SystemExit, match="--attention flash needs --dtype bf16 or fp16"):
+        choose_attention("flash", gpu, dtype=torch.float32)
+
+    def find_spec(name):
+        return None if name == "flash_attn" else name
+
+    # transformers would use the package `kernels`, which fetches code from the hub
+    monkeypatch.setattr("common.attention.find_spec", find_spec)
+    with pytest.raises(SystemExit, match="pip install flash-attn"):
+        choose_attention("flash", gpu, dtype=torch.bfloat16)
+
+
+def test_compiled_layers_serve_packs_of_every_length_under_fsdp(
+    tiny_config, tmp_path, world, eager_compiler
+):
+    from common.distributed import forward_context, make_mesh, wrap_model
+    from common.models import load_model
+
+    random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
+    plain = load_model(tmp_path, "sdpa")
+    compiled = load_model(tmp_path, "flex", compile_layers=True)
+    compiled = wrap_model(compiled, make_mesh(world, "fsdp"), torch.float32)
+    episodes = random_episodes(5, prompts=12, samples=5)
+    index = TokenIndex(episodes)
+    lengths = set()
+    counters = torch._dynamo.utils.counters
+    graphs_before = counters["stats"]["unique_graphs"]
+    with torch.no_grad():
+        for budget in (128, 256, 384, 512, 640):
+            for batch in pack(episodes, range(len(episodes)), index, budget=budget, multiple=128):
+                lengths.add(batch.input_ids.shape[1])
+                with forward_context(compiled):
+                    logprobs, _ = compiled(batch)
+                expected, _ = plain(batch)
+                torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
+    assert len(lengths) >= 4
+    assert counters["stats"]["unique_graphs"] - graphs_before <= 3, "a graph for each length"
+    assert not counters["graph_break"]

@@ -1,0 +1,186 @@
+"""Scripts on a tiny Qwen2.5-VL with pictures and tools: real torchrun ranks, real vLLM."""
+
+import json
+from html.parser import HTMLParser
+
+import pyarrow.parquet as pq
+import pytest
+from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from model_folders import same_files
+from vl import vllm_knows_times, write_rows, write_tiny_vl
+
+from common.export import Args, main
+
+PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
+SIZES = [
+    "--max-prompt-tokens",
+    400,
+    "--max-response-tokens",
+    400,
+    "--max-turn-tokens",
+    80,
+    "--prompts-per-step",
+    6,
+]
+STEPS = [
+    "--samples-per-prompt",
+    4,
+    "--total-steps",
+    3,
+    "--eval-rows",
+    6,
+    "--learning-rate",
+    1e-4,
+    "--dtype",
+    "fp32",
+]
+TOOLS = [
+    "--tools",
+    "visual",
+    "--tool-workers",
+    2,
+    "--deterministic",
+    "--dump-rollouts-every",
+    1,
+    "--mask-truncated",
+]
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vl")
+    write_tiny_vl(folder / "model", taught=True)
+    data = write_rows(folder / "rows.parquet", videos=vllm_knows_times())
+    files = [
+        "--model",
+        folder / "model",
+        "--train-data",
+        data,
+        "--eval-data",
+        data,
+        "--media-root",
+        folder,
+    ]
+    return [*files, *PIXELS, *SIZES, *STEPS, *TOOLS]
+
+
+@pytest.fixture(scope="module")
+def whole(options, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run_script(
+        "grpo.py",
+        *options,
+        *LITTLE_CACHE,
+        "--save-every",
+        1,
+        "--keep-checkpoints",
+        9,
+        "--output-dir",
+        folder,
+        ranks=2,
+    )
+    return folder
+
+
+def test_several_turns_with_pictures_and_text_only_rows_in_one_batch(whole):
+    steps = steps_of(whole)
+    assert sorted(steps) == [0, 1, 2, 3]
+    for step in (1, 2, 3):
+        assert 0 < steps[step]["policy/rollout_logprob_gap"] < 1e-4
+        assert steps[step]["optim/grad_norm"] > 0
+    rows = [
+        row
+        for step in (1, 2, 3)
+        for row in pq.read_table(whole / f"rollouts/step_{step:06d}.parquet").to_pylist()
+    ]
+    media = [len(json.loads(row["media"])) for row in rows]
+    assert 0 in media and max(media) >= 3, "text alone, and crops beside two pictures of the prompt"
+    calls = [call for row in rows for call in json.loads(row["calls"])]
+    assert {call["error"] for call in calls} == {True, False}
+    assert max(row["turns"] for row in rows) > 2
+    assert {row["rank"] for row in rows} == {0, 1}
+
+
+class Pictures(HTMLParser):
+    """Boxes and pictures of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.boxes, self.images = [], 0
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if tag == "rect":
+            self.boxes.append([float(attributes[key]) for key in ("x", "y", "width", "height")])
+        self.images += tag == "image" and attributes["href"].startswith("data:image/")
+
+
+def test_the_page_of_a_dump_shows_pictures_and_crops(whole):
+    pages = [Pictures() for _ in range(3)]
+    for step, page in enumerate(pages, 1):
+        page.feed((whole / f"rollouts/step_{step:06d}.html").read_text())
+        assert page.images > 0
+    boxes = {tuple(round(x, 2) for x in box) for page in pages for box in page.boxes}
+    assert boxes & {(0.0, 0.0, 0.6, 0.6), (0.3, 0.1, 0.7, 0.8)}, "padded by a tenth"
+
+
+@pytest.mark.slow  # by default test_curiosity_runs.py does, with pictures and tools
+def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(options, whole, tmp_path):
+    arguments = [
+        "grpo.py",
+        *options,
+        *LITTLE_CACHE,
+        "--save-every",
+        1,
+        "--output-dir",
+        tmp_path / "killed",
+    ]
+    kill_once(*arguments, ranks=2, after_step=2)
+    run_script(*arguments, ranks=2)
+    assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
+    assert steps_of(tmp_path / "killed") == steps_of(whole)
+    weights = [
+        (folder / "model" / "model.safetensors").read_bytes()
+        for folder in (whole, tmp_path / "killed")
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_replay_of_a_dump_with_pictures_repeats_its_update(options, whole, tmp_path):
+    dump, before = whole / "rollouts" / "step_000003.parquet", whole / "checkpoints" / "step_000002"
+    arguments = [*options, "--replay", dump, "--resume", before, "--output-dir", tmp_path]
+    run_script("grpo.py", *arguments, ranks=2)
+    names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean")
+    assert [steps_of(tmp_path)[3][n] for n in names] == [steps_of(whole)[3][n] for n in names]
+
+
+@pytest.fixture(scope="module")
+def exported(options, whole, tmp_path_factory):
+    """The last checkpoint of two ranks as a folder."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    main(Args(whole, str(options[options.index("--model") + 1]), folder))
+    return folder
+
+
+def test_the_export_of_a_model_that_sees_is_the_runs_model(whole, exported):
+    same_files(exported, whole / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script,extra", [("grpo.py", ["--engine", "hf"]), ("ppo.py", ["--freeze-vision"])]
+)
+def test_other_ways_take_a_step_with_pictures(options, exported, tmp_path, script, extra):
+    """Of a folder that was exported, which both engines open, sample from and evaluate."""
+    extra = ["--model", exported, *extra]
+    run_script(
+        script, *options, *extra, "--total-steps", 1, "--no-eval-before", "--output-dir", tmp_path
+    )
+    (step,) = steps_of(tmp_path).values()
+    assert (
+        step["policy/rollout_logprob_gap"] < 1e-4
+        and step["optim/grad_norm"] > 0
+        and step["tool/calls"] > 0
+    )
+    assert step["eval/rows"] == 6
