@@ -549,27 +549,9 @@ def test_slurms_signal_to_torchrun_saves_on_all_ranks(tmp_path):
 
 
 def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
-    options = [
-        "--engine",
-        "hf",
-        "--prompts-per-step",
-        4,
-        "--samples-per-prompt",
-        4,
-        "--max-response-tokens",
-        32,
-    ]
-    options += [
-        "--max-rows",
-        64,
-        "--total-steps",
-        6,
-        "--eval-every",
-        0,
-        "--eval-rows",
-        4,
-        "--no-eval-before",
-    ]
+    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 4]
+    options += ["--max-response-tokens", 24, "--max-rows", 64, "--total-steps", 5]
+    options += ["--eval-every", 0, "--eval-rows", 2, "--no-eval-before"]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "whole")
     for folder in ("stopped", "disk"):
         (tmp_path / folder).mkdir()
@@ -579,20 +561,20 @@ def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
         command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True
     )
     for line in process.stdout:
-        if line.startswith("step 2/6"):
+        if line.startswith("step 1/5"):
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
     assert (tmp_path / "stopped/curves.png").is_file()
     (stopped,) = [
         record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "stopped"
     ]
-    assert stopped["step"] < 6
+    assert stopped["step"] < 5
     assert (tmp_path / "stopped/checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
-    config, left = (tmp_path / "stopped/config.json").read_bytes(), 6 - stopped["step"]
+    config, left = (tmp_path / "stopped/config.json").read_bytes(), 5 - stopped["step"]
     done = run_script(
         "grpo.py", *options, "--output-dir", tmp_path / "stopped", "--keep-checkpoints", 7
     )
-    told = f"step {stopped['step']}; {left} of 6 steps left; --keep-checkpoints 7, not 2\n"
+    told = f"step {stopped['step']}; {left} of 5 steps left; --keep-checkpoints 7, not 2\n"
     assert told in done.stdout and "Loading weights" not in done.stderr
     chosen = json.loads(config)["chosen"]
     assert f"compute {chosen['dtype']} (" in done.stdout and chosen["attention"] == "sdpa"

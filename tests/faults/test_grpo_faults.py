@@ -5,27 +5,9 @@ import json
 import pytest
 from helpers import ROOT, run_script, skip_where_no_step_is_repeated, steps_of
 
-FEW = [
-    "--prompts-per-step",
-    6,
-    "--samples-per-prompt",
-    4,
-    "--max-response-tokens",
-    48,
-    "--max-rows",
-    64,
-]
-FEW += [
-    "--engine",
-    "hf",
-    "--dtype",
-    "fp32",
-    "--eval-rows",
-    4,
-    "--eval-every",
-    0,
-    "--no-eval-before",
-]
+FEW = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 48]
+FEW += ["--max-rows", 64, "--engine", "hf", "--dtype", "fp32"]
+FEW += ["--eval-rows", 2, "--eval-every", 0, "--no-eval-before"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 
 CASES = [
     ("float64", 2, ["--pairs"]),
-    ("float64", 2, ["--lora", "--budgets", 45, "--variants", "grpo", "critic"]),
+    ("float64", 2, ["--lora", "--budgets", 45, "--variants", "grpo"]),
 ]
 SLOW = [
     ("float64", 4, ["--shard-sizes", 1, 2, 4]),
@@ -40,7 +40,7 @@ def test_gradient_is_independent_of_the_split(dtype, ranks, options, tmp_path):
     if "--pairs" in options:
         num_combinations //= 4
     elif "--variants" in options:
-        num_combinations = 2 * 2 * 5 * 2
+        num_combinations = 2 * 2 * 5
     assert len(distances) == num_combinations
     worst = max(distances, key=distances.get)
     assert distances[worst] < BOUNDS[dtype], f"{worst}: {distances[worst]:.2g}"

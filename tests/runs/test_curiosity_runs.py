@@ -61,6 +61,19 @@ def test_the_demo_looks_and_is_rewarded(whole):
                 assert equal or row["advantage"] == pytest.approx(score - mean, abs=1e-6)
 
 
+def test_a_resume_equals_an_uninterrupted_run(whole, tmp_path):
+    """The last step, again from the checkpoint before it."""
+    before = whole / "checkpoints/step_000002"
+    options = [*data_of(whole), "--resume", before, "--output-dir", tmp_path]
+    run_script("curiosity_rl.py", *SIZES, *STEPS, *options, ranks=2)
+    assert steps_of(tmp_path) == {3: steps_of(whole)[3]}
+    weights = [
+        (folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path)
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
 def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
     arguments = [
         "curiosity_rl.py",
@@ -81,7 +94,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
     assert weights[0] == weights[1]
 
 
-@pytest.mark.slow  # by default test_grpo_runs.py and test_ppo_runs.py start by torchrun
+@pytest.mark.slow
 def test_by_torchrun(whole, tmp_path):
     """As its users start it; that a forked run is such a run, test_grpo_runs.py compares bit by
     bit."""

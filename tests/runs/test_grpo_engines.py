@@ -12,22 +12,13 @@ from vl import write_random, write_tied_llama
 
 from common.assets.build.tiny import write_demo_data
 
-SMALL = [
-    "--prompts-per-step",
-    6,
-    "--samples-per-prompt",
-    4,
-    "--max-response-tokens",
-    96,
-    "--max-rows",
-    64,
-]
-SMALL += ["--eval-rows", 16]
+SMALL = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 96]
+SMALL += ["--max-rows", 64, "--eval-rows", 16]
 
 
 def test_export_scores_the_same_in_vllm_and_transformers(tmp_path):
     """Train two visible steps, then evaluate the exported folder by itself in both engines."""
-    options = [*SMALL, "--eval-rows", 48, "--dtype", "fp32"]
+    options = [*SMALL, "--prompts-per-step", 4, "--eval-rows", 24, "--dtype", "fp32"]
     train = ["--total-steps", 2, "--learning-rate", 1e-3, "--no-eval-before", *LITTLE_CACHE]
     run_script("grpo.py", *options, *train, "--output-dir", tmp_path / "run", ranks=2)
     trained = steps_of(tmp_path / "run")[2]["eval/accuracy"]
@@ -165,7 +156,7 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
     minibatches = ["--minibatches", 2, "--learning-rate", 0]
     for name, ranks, options in (
         ("one rank", 0, []),
-        ("two ranks", 2, ["--micro-batch-tokens", 700]),
+        ("two ranks", 2, ["--micro-batch-tokens", 400]),
         ("two ranks ddp", 2, ["--strategy", "ddp"]),
     ):
         common = [
@@ -177,10 +168,10 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
             "--total-steps",
             1,
             "--eval-rows",
-            8,
+            2,
             *minibatches,
         ]
-        common += ["--max-response-tokens", 64, "--eval-every", 0, "--no-eval-before"]
+        common += ["--max-response-tokens", 32, "--eval-every", 0, "--no-eval-before"]
         run_script("grpo.py", *common, *options, "--output-dir", tmp_path / name, ranks=ranks)
         records[name] = steps_of(tmp_path / name)[1]
     for name, record in records.items():
@@ -276,10 +267,10 @@ def test_fp16_with_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
         "--total-steps",
         2,
         "--max-response-tokens",
-        24,
+        16,
     ]
-    options += ["--eval-every", 0, "--no-eval-before", "--prompts-per-step", 3]
-    run_script("grpo.py", *options, "--eval-rows", 8, "--output-dir", tmp_path / "plain", ranks=2)
+    options += ["--eval-every", 0, "--no-eval-before", "--prompts-per-step", 2]
+    run_script("grpo.py", *options, "--eval-rows", 2, "--output-dir", tmp_path / "plain", ranks=2)
     record = steps_of(tmp_path / "plain")[2]
     assert record["optim/skipped_steps"] == 0 and record["optim/loss_scale"] == 2.0**14
 

@@ -91,7 +91,7 @@ def test_a_tokenizer_that_truncates_is_ready_for_threads(tmp_path):
     """Its file says so; the first call would change that, in several threads at once: "Already
     borrowed"."""
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "tiny")
-    file, texts = folder / "tokenizer.json", ["word " * 20_000] * 64
+    file, texts = folder / "tokenizer.json", ["word " * 2_000] * 64
     truncation = {"direction": "Right", "max_length": 7, "strategy": "LongestFirst", "stride": 0}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": truncation}))
     for _ in range(5):

@@ -372,7 +372,7 @@ def test_what_vllm_has_sampled(vision, seen):
     if seen == [1, 2]:
         assert engine.step() == [(3, [Completion([5, 6], [-1.0, -2.0], "vision_token")])]
     else:
-        with pytest.raises(RuntimeError, match="the engine has seen another prompt"):
+        with pytest.raises(RuntimeError, match="the engine has seen a different prompt"):
             engine.step()
 
 
