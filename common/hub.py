@@ -121,9 +121,9 @@ def check_object(file: Path) -> None:
 
 
 def require_weights(path: str, flag: str = "--model") -> list[Path]:
-    """The files that hold a model's weights. SystemExit if there is none, if one that the index
-    lists is missing, or if there are two sets of them: transformers would read one, vLLM the
-    other."""
+    """The files that hold a model's weights; of two formats the first of SINGLE_FILES counts.
+    SystemExit if there is none, if one that the index lists is missing, or if a format has both a
+    single file and shards: transformers would read one, vLLM the other."""
     folder = Path(path)
     for name in SINGLE_FILES:
         single = folder / name

@@ -104,14 +104,9 @@ def take_train_flag(message: dict, by_default: bool) -> bool:
 def unread_keys(record: Mapping) -> list[str]:
     """Keys of a row's messages that are not read, in the order of the row. Empty ones do not
     count: Arrow adds them."""
-    messages: object = None
-    # in the order in which `read_conversation` looks for them
-    for column in ("message_list", "messages", "conversations", "question", "prompt"):
-        if record.get(column) is not None:
-            messages = record[column]
-            break
-    if not isinstance(messages, list):
-        return []
+    messages = record.get("message_list")
+    if messages is None:
+        messages = raw_messages(record)
     keys: list[str] = []
     for message in messages:
         for key, value in message.items():

@@ -346,7 +346,7 @@ def lines_of(content: bytes) -> list[bytes]:
 
 
 def download(name: str, flag: str) -> list[str]:
-    """Arrow files of ORG/NAME[:CONFIG][:SPLIT], from the cache of the package datasets.
+    """Arrow files of ORG/NAME[[:CONFIG]:SPLIT], from the cache of the package datasets.
 
     It downloads what the cache lacks. ValueError if that fails.
     """
@@ -409,4 +409,4 @@ def too_deep(value: object) -> bool:
             elif isinstance(item, list):
                 children += item
         level = children
-    return bool(level)
+    return any(isinstance(item, dict | list) for item in level)

@@ -75,7 +75,7 @@ def refuse_address(name: str, flag: str) -> None:
 
 
 def is_hub_id(path: Path) -> bool:
-    """Whether it may be ORG/NAME[:CONFIG][:SPLIT].
+    """Whether it may be ORG/NAME[[:CONFIG]:SPLIT].
 
     That is, neither it nor ORG exists here, and it is not named as a file of rows.
     """

@@ -202,6 +202,8 @@ class _PlannedRun:
         )
         if change:
             return f"it would {change}"
+        if self.machine.lora_rank:
+            return "nor would it with other flags: a smaller model"
         return "nor would it with other flags: a smaller model, or --lora-rank"
 
 
@@ -244,7 +246,7 @@ def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:
 
 
 def describe(gb: dict[str, float], free_gb: float, rollout: Rollout) -> str:
-    """The plan in a sentence, without the phases and terms that a run does not have."""
+    """The plan in a sentence, without the phases that a run does not have."""
     text = f"memory of a rank (GB, estimated; {free_gb:.1f} are free): weights {gb['weights']:.1f}"
     text += f" (reference {gb['reference']:.1f}), Adam {gb['Adam']:.1f}"
     if not rollout.replay:

@@ -20,7 +20,7 @@ from vl import build_tokenizer as build_vl_tokenizer
 
 from common.assets.build.tiny import build_tokenizer
 from common.data.conversations import Conversations, conversation_episode
-from common.data.formats import read_conversation, tool_call_message
+from common.data.formats import read_conversation, tool_call_message, unread_keys
 from common.data.protocols import CLOSE, OPEN, Call, Hermes
 from common.data.render import end_turns_properly
 from common.data.rows import RowFiles
@@ -221,6 +221,14 @@ def test_a_turn_without_loss_is_not_trained_on(tmp_path, tokenizer, column, role
     pq.write_table(pa.Table.from_pylist([{column: messages}]), tmp_path / "rows.parquet")
     data = Conversations(str(tmp_path / "rows.parquet"), "--train-data", tokenizer, max_tokens=99)
     assert said(data.episode(0), tokenizer) == ["b<|end|>", "c<|end|>"]
+
+
+def test_unread_keys_are_those_of_the_messages_that_are_read():
+    """A question without an answer is no conversation: the prompt is."""
+    prompt = [{"role": "user", "content": "q", "mask": 1}]
+    row = {"question": "q", "answer": None, "prompt": prompt, "extra_info": {"answer": "a"}}
+    assert unread_keys(row) == ["mask"]
+    assert unread_keys({"question": "q", "answer": "a", "prompt": prompt}) == []
 
 
 def test_keys_of_messages_that_nobody_reads_are_named(tmp_path, tokenizer, capsys):

@@ -39,7 +39,7 @@ import sft
 from common.data.order import RowOrder, steps_of
 from common.data.prompts import PromptData
 from common.data.render import end_token_ids
-from common.data.rows import RowFiles, read_file
+from common.data.rows import RowFiles, json_record, read_file
 from common.data.scan import Fingerprint, Lengths, shared_ends
 from common.distributed import World
 from common.flags import Data, Rollout, Run
@@ -829,6 +829,15 @@ def test_a_row_that_nests_too_deep_costs_itself(tmp_path, tokenizer, where, dept
     data = load(path, tokenizer, bad_rows="drop")
     assert [data[i].index for i in range(len(data))] == [0, 2]
     assert "a.jsonl line 2: nested deeper than 32" in said[0]
+
+
+@pytest.mark.parametrize("depth, refused", [(31, False), (32, True)])
+def test_the_depth_that_is_too_much(depth, refused):
+    """The row itself is the first level; brackets in a text are none."""
+    line = json.dumps({"a": "MARK", "b": "[" * 40}).replace(
+        '"MARK"', "[" * depth + "1" + "]" * depth
+    )
+    assert (json_record(line.encode()) == "nested deeper than 32") == refused
 
 
 def test_a_list_of_rows_that_nest_too_deep(tmp_path, tokenizer):

@@ -17,7 +17,7 @@ script.run(SCRIPT.main, *flags.parse(SCRIPT.Args, SCRIPT.DEMO, SCRIPT.__doc__))
 SMALL = ["--engine", "hf", "--dtype", "fp32", "--eval-rows", 4, "--max-response-tokens", 2]
 
 
-@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
+@pytest.mark.parametrize("script", ["grpo.py", pytest.param("ppo.py", marks=pytest.mark.slow)])
 def test_a_step_without_a_token_has_no_loss_and_no_kl(script, tmp_path):
     """All responses are truncated, and masked."""
     options = ["--mask-truncated", "--kl-loss-coef", 0.01]
@@ -64,7 +64,9 @@ def test_an_evaluation_needs_no_step_left_for_the_policy(tmp_path):
     assert record["event"] == "eval_only" and record["eval/rows"] == 4
 
 
-@pytest.mark.parametrize("script, steps", [("grpo", 2), ("ppo", 4)])
+@pytest.mark.parametrize(
+    "script, steps", [pytest.param("grpo", 2, marks=pytest.mark.slow), ("ppo", 4)]
+)
 def test_minibatches_that_train_nothing_take_no_step(script, steps, tmp_path):
     """Two of three prompts cannot be scored: one optimizer step an epoch, of policy and critic
     alike."""
@@ -112,7 +114,7 @@ def fn(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.parametrize(
     "script, ranks, steps",  # y: a step's responses are scored; n: none of them
     [
-        ("grpo.py", 2, "ynnynnn"),
+        ("grpo.py", 2, "ynynnn"),
         pytest.param("ppo.py", 0, "ynnn", marks=pytest.mark.slow),
         pytest.param("curiosity_rl.py", 0, "ynnn", marks=pytest.mark.slow),
     ],

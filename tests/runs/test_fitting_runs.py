@@ -13,38 +13,11 @@ from common.job import Job
 from common.memory.plan import memory_phases
 
 WORKER = ROOT / "tests" / "workers" / "free_memory.py"
-OPTIONS = [
-    "--model",
-    "tiny",
-    "--engine",
-    "hf",
-    "--engine-memory",
-    0.02,
-    "--dtype",
-    "fp32",
-    "--eval-every",
-    0,
-]
-OPTIONS += [
-    "--no-eval-before",
-    "--eval-rows",
-    4,
-    "--prompts-per-step",
-    8,
-    "--samples-per-prompt",
-    4,
-]
-OPTIONS += ["--max-prompt-tokens", 64, "--max-response-tokens", 64, "--learning-rate", 1e-3]
-OPTIONS += [
-    "--total-steps",
-    2,
-    "--save-every",
-    1,
-    "--keep-checkpoints",
-    9,
-    "--dump-rollouts-every",
-    1,
-]
+OPTIONS = ["--model", "tiny", "--engine", "hf", "--engine-memory", 0.02, "--dtype", "fp32"]
+OPTIONS += ["--eval-every", 0, "--no-eval-before", "--eval-rows", 2]
+OPTIONS += ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--learning-rate", 1e-3]
+OPTIONS += ["--max-prompt-tokens", 64, "--max-response-tokens", 64, "--total-steps", 2]
+OPTIONS += ["--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
 
 
 ROLLOUT = Rollout(max_prompt_tokens=64, max_response_tokens=64, engine="hf", engine_memory=0.02)

@@ -156,7 +156,7 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
     minibatches = ["--minibatches", 2, "--learning-rate", 0]
     for name, ranks, options in (
         ("one rank", 0, []),
-        ("two ranks", 2, ["--micro-batch-tokens", 400]),
+        ("two ranks", 2, ["--micro-batch-tokens", 700]),
         ("two ranks ddp", 2, ["--strategy", "ddp"]),
     ):
         common = [
@@ -171,7 +171,7 @@ def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
             2,
             *minibatches,
         ]
-        common += ["--max-response-tokens", 32, "--eval-every", 0, "--no-eval-before"]
+        common += ["--max-response-tokens", 64, "--eval-every", 0, "--no-eval-before"]
         run_script("grpo.py", *common, *options, "--output-dir", tmp_path / name, ranks=ranks)
         records[name] = steps_of(tmp_path / name)[1]
     for name, record in records.items():
