@@ -391,6 +391,7 @@ def split_minibatches(
     """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` parts.
+    Neighbours are on different ranks, so each rank has its share of every part.
     """
     generator = np.random.Generator(np.random.PCG64([seed, step]))
     offset = generator.integers(max(1, len(prompts)))
@@ -574,6 +575,7 @@ def check_args(args: Args) -> None:
         raise SystemExit(f"--oversample {args.oversample}: must be from 1 to 100")
     if args.dynamic_sampling == 1:
         raise SystemExit("--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
+    # group-std scales a small KL up; a masked response has no trained token, and so pays no KL
     kl_decides = args.advantage == "group-std" or args.mask_truncated
     if args.kl_reward_coef and kl_decides:
         raise SystemExit(

@@ -109,7 +109,7 @@ class Checkpoints:
             f"{checkpoint} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
         ):
             # another run may have measured its best on other rows
-            if self.resumes_own and (self.folder / best_step).is_dir():
+            if self.resumes_own and best_step and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step
             for name, adamw in self.optimizers.items():
@@ -293,7 +293,7 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 def first_line(error: BaseException) -> str:
     """What went wrong, with the way out if the disk is full."""
-    text = (str(error) or repr(error)).splitlines()[0]
+    text = (str(error).strip() or repr(error)).splitlines()[0]
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         text += ": lower --keep-checkpoints or free some space"
     return text

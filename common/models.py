@@ -285,9 +285,10 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the Hugging Face checkpoint, whole tensor) of each parameter, in a fixed order.
 
-    A parameter is cast and gathered only when the iterator reaches it. Adapters are merged.
-    All ranks must exhaust the iterator together. A tied head is yielded under both names: an engine
-    that keeps a repacked copy of the head would otherwise keep the old one.
+    A parameter is cast to `dtype` and gathered only when the iterator reaches it. Adapters are
+    merged, in the dtype of the frozen weight. All ranks must exhaust the iterator together. A tied
+    head is yielded under both names: an engine that keeps a repacked copy of the head would
+    otherwise keep the old one.
     """
     reshard(policy)
     model = policy.model

@@ -142,10 +142,11 @@ class RewardWorkers(Pool):
     """`workers` processes that score with the function FILE.py:NAME, or else with the built-in
     functions.
 
-    The deadline of a call is the function's `timeout_s`, or else `timeout_s` here, in seconds;
-    memory limit and errors are those of `Pool`. ValueError if the file is missing or has an error.
-    An `async def` gets one process, with up to `AT_ONCE` concurrent calls. sources: data_sources
-    that are known to come; what their functions import is loaded before the first deadline.
+    The deadline of a call is the function's `timeout_s`, or else `timeout_s` here, in seconds; the
+    memory limit is that of `Worker`, errors are those of `Pool`. ValueError if the file is missing
+    or has an error. An `async def` gets one process, with up to `AT_ONCE` concurrent calls.
+    sources: data_sources that are known to come; what their functions import is loaded before the
+    first deadline.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common import ending, shards
-from common.checkpoint import Checkpoints
+from common.checkpoint import CheckpointError, Checkpoints, on_all_ranks
 from common.data.order import RowOrder
 from common.distributed import broadcast_object, gather_objects
 from common.job import lock_everywhere
@@ -609,3 +609,11 @@ def test_a_disk_without_room_for_all_that_will_be_kept_is_told(
         monkeypatch.setattr("common.checkpoint.free_bytes", lambda folder, free=free: free)
         now.warn_if_large()
         assert ("lower --keep-checkpoints" in capsys.readouterr().out) == told
+
+
+def test_an_error_whose_text_begins_with_an_empty_line_is_an_error(world):
+    def fail():
+        raise OSError("\n\nthe server is away")
+
+    with pytest.raises(CheckpointError, match="^the server is away$"):
+        on_all_ranks(fail)
