@@ -123,7 +123,8 @@ class Args:
     critic_learning_rate: Amount = 1e-5  # peak, of the critic
     critic_warmup_steps: Limit = 0  # first steps, in which the critic is trained alone
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
-    warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
+    # steps of linear warm-up; below 1: share of all steps (the policy's: after critic warm-up)
+    warmup_steps: Amount = 0.0
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
     weight_decay: Amount = 0.0  # AdamW, decoupled

@@ -20,8 +20,9 @@ WITHOUT_EFFECT = {"is_causal", "position_ids", "cache_position", "use_cache", "o
 def choose_attention(
     flag: str, device: torch.device, compile_layers: bool = False, dtype=torch.bfloat16
 ) -> str:
-    """`--attention auto`: flex on GPUs with bf16, else SDPA (flex has no backward on CPU, no
-    kernels on Volta). SystemExit for a choice that this device or dtype does not allow."""
+    """`--attention auto`: flex on GPUs of capability 8.0 or more, whatever the dtype, else SDPA
+    (flex has no backward on CPU, no kernels on Volta). SystemExit for a choice that this device or
+    dtype does not allow."""
     if flag == "auto":
         flag = "sdpa"
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8:

@@ -185,7 +185,8 @@ class Job:
         check_weights(model, path, flag, headless)
 
     def load_policy(self, from_scratch: bool = False) -> nn.Module:
-        """The policy, to be trained: float32 master weights, sharded or replicated."""
+        """The policy, to be trained: float32 master weights (with LoRA the adapters alone), sharded
+        or replicated."""
         options = self._model_options(trained=True)
         policy = load_model(self.path, from_scratch=from_scratch, **options)
         return policy.to(self.world.device)  # its buffers follow
@@ -244,7 +245,7 @@ class Job:
                 wrap_model,
                 mesh=self.mesh,
                 compute_dtype=self.compute_dtype,
-                own_stay_whole=has_lora,
+                own_stay_whole=has_lora,  # a critic's head
             ),
             "dtype": torch.float32 if trained and not has_lora else self.compute_dtype,
             "trust_remote_code": machine.trust_remote_code,

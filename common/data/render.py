@@ -170,7 +170,8 @@ def without_spaces(text: str) -> str:
 
 
 def encode(tokenizer, text: str) -> list[int]:
-    """The ids of a text, special tokens included. BadRow if the tokenizer fails at it."""
+    """The ids of a text: special tokens that it spells count as such, and none is added. BadRow if
+    the tokenizer fails at it."""
     with breakdowns_as_bad_rows():
         return tokenizer.encode(text, add_special_tokens=False)
 
