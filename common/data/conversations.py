@@ -423,7 +423,8 @@ class Conversations:
         return len(self.usable)
 
     def episode(self, n: int) -> Episode | None:
-        """Row n as an episode; None, after a warning, if its pictures cannot be read now."""
+        """Row n as an episode; None, after a warning, if it cannot be used now: such as when a
+        picture has gone."""
         i = int(self.usable[n])
         try:
             conversation, _ = self._read(self.files.row(i))
@@ -438,10 +439,8 @@ class Conversations:
 
 
 def check_thoughts(messages: list[dict], flat: str) -> None:
-    """BadRow if the template leaves out all reasoning_content. flat: the text without white space.
-
-    A template may drop the thoughts of earlier turns.
-    """
+    """BadRow if the template leaves out all reasoning_content. flat: the text without white
+    space."""
     thoughts = []
     for message in messages:
         if message.get("reasoning_content"):

@@ -196,7 +196,7 @@ class Code(Protocol):
     def find_call(text: str) -> Call | None:
         """A call with the program that a turn ends with, in a fence for Python; None without one.
 
-        An <answer> that is closed ends the trajectory: then there is no call.
+        An <answer> that is closed and not empty ends the trajectory: then there is no call.
         """
         text = text.rstrip()
         before_close, _, _ = text.rpartition("</answer>")
@@ -234,7 +234,8 @@ class Code(Protocol):
 
 
 def error_text(reason: str, role: str) -> str:
-    """The text of a reply that is an error; user messages belong to the protocol `Code`."""
+    """The text of a reply that is an error. The visual tools, whose replies are user messages, have
+    a wording of their own."""
     if role == "user":
         return trim(f"\nExecution error:\n{reason}\n")
     return trim(f"Error: {reason}")

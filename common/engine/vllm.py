@@ -4,8 +4,8 @@ vLLM.
 The calls of one training step: wake("weights") -> sync_weights -> wake("kv_cache") -> submit, step
 ... -> sleep.
 
-No other file of common/ uses attributes of vLLM. Tested with vLLM 0.32.0 and 0.26.0 (which drops
-the times of videos).
+Beside the trial of doctor.py no other file of common/ uses attributes of vLLM. Tested with vLLM
+0.32.0 and 0.26.0 (which drops the times of videos).
 """
 
 import logging

@@ -282,8 +282,8 @@ def update_moments(
     that a rank keeps.
 
     While activations are in memory, FSDP2 keeps its root gathered, with gradients. Each layer is
-    gathered along with the next one. Its gradients are copied to float32 and reduced; on a single
-    rank that makes another copy.
+    gathered along with the next one. Its gradients are copied to float32 and reduced; where no
+    ranks share a copy of the model, that makes another copy.
     """
     lora = machine.lora_rank > 0
     item = dtype.itemsize

@@ -167,7 +167,7 @@ class Turns:
         """Fill the episodes that have no finish_reason yet, turn after turn.
 
         submit: requests the next turn of episodes[key] from the engine. seed: of the step;
-        environments and tools get it with the place of the episode.
+        environments get it with the number of the prompt, tools with that of the sample, too.
         """
         trajectories: dict[int, Trajectory] = {}
         for key, episode in enumerate(episodes):
@@ -212,8 +212,9 @@ class Turns:
 
     def _poll_tools(self, engine_busy: bool, replies: dict[int, ToolReply]) -> None:
         """Add to `replies` those that have come, and begin to decode their pictures."""
-        # wait for a tool only if nothing else is left to do
-        timeout_s = 0.0 if engine_busy or replies else 1.0
+        # wait for a tool only if nothing else is left to do; in lock-step replies go on together
+        can_go_on = bool(replies) and not self.lockstep
+        timeout_s = 0.0 if engine_busy or can_go_on else 1.0
         for key, reply in self.workers.poll(timeout_s):
             reply.opened = self.threads.submit(self.observations.open_pictures, reply)
             replies[key] = reply

@@ -633,8 +633,12 @@ def test_the_engine_samples_while_pictures_are_decoded(vision, workers, monkeypa
     ]
 
 
-def test_in_lockstep_turns_go_together(patient_tools, tmp_path):
-    """The tool of sample 0 is done long after that of sample 1, which waits for it."""
+def test_in_lockstep_turns_go_together(patient_tools, tmp_path, monkeypatch):
+    """The tool of sample 0 is done long after that of sample 1, which waits for it, and does not
+    look for it all the time."""
+    poll = patient_tools.poll
+    polls = []
+    monkeypatch.setattr(patient_tools, "poll", lambda *args: (polls.append(1), poll(*args))[1])
     tokenizer, file = build_tokenizer(), str(tmp_path / "first")
     scripts = [
         [own_call("wait_for", path=file, then=0.3), "slow"],
@@ -644,6 +648,7 @@ def test_in_lockstep_turns_go_together(patient_tools, tmp_path):
     episodes, engine = run(scripts, turns, row(tokenizer, tools=("touch", "wait_for")))
     assert [asked[0] for asked in engine.asked] == [0, 1, 0, 1, 1, 1]
     assert [e.turns for e in episodes] == [2, 4]
+    assert len(polls) < 50
 
 
 class SlowForOne(ScriptedEngine):
