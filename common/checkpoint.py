@@ -108,8 +108,9 @@ class Checkpoints:
         with user_errors(
             f"{checkpoint} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
         ):
-            # another run may have measured its best on other rows
-            if self.resumes_own and best_step and (self.folder / best_step).is_dir():
+            # another run may have measured its best on other rows; without a best step the folder
+            # is that of all steps
+            if self.resumes_own and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step
             for name, adamw in self.optimizers.items():
