@@ -5,7 +5,6 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 
-RANKS = 1  # two: tests/faults/test_kill_series.py
 SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-rows", 8, "--tool-workers", 2]
 SIZES += LITTLE_CACHE
 STEPS = [
@@ -24,7 +23,7 @@ STEPS = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_script("curiosity_rl.py", *SIZES, *STEPS, "--output-dir", folder, ranks=RANKS)
+    run_script("curiosity_rl.py", *SIZES, *STEPS, "--output-dir", folder, ranks=2)
     return folder
 
 
@@ -66,7 +65,7 @@ def test_a_resume_equals_an_uninterrupted_run(whole, tmp_path):
     """The last step, again from the checkpoint before it."""
     before = whole / "checkpoints/step_000002"
     options = [*data_of(whole), "--resume", before, "--output-dir", tmp_path]
-    run_script("curiosity_rl.py", *SIZES, *STEPS, *options, ranks=RANKS)
+    run_script("curiosity_rl.py", *SIZES, *STEPS, *options, ranks=2)
     assert steps_of(tmp_path) == {3: steps_of(whole)[3]}
     weights = [
         (folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path)
@@ -84,8 +83,8 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
         "--output-dir",
         tmp_path / "killed",
     ]
-    kill_once(*arguments, ranks=RANKS, after_step=2)
-    run_script(*arguments, ranks=RANKS)
+    kill_once(*arguments, ranks=2, after_step=2)
+    run_script(*arguments, ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
     weights = [
@@ -119,6 +118,6 @@ def test_by_torchrun(whole, tmp_path):
 def test_replay_of_a_dump_repeats_its_update(whole, tmp_path):
     dump, before = whole / "rollouts/step_000003.parquet", whole / "checkpoints/step_000002"
     replay = ["--replay", dump, "--resume", before, *data_of(whole), "--output-dir", tmp_path]
-    run_script("curiosity_rl.py", *SIZES, *STEPS, *replay, ranks=RANKS)
+    run_script("curiosity_rl.py", *SIZES, *STEPS, *replay, ranks=2)
     names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean")
     assert [steps_of(tmp_path)[3][n] for n in names] == [steps_of(whole)[3][n] for n in names]

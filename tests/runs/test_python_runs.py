@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
 
-RANKS = 1  # two: tests/faults/test_kill_series.py
 POLICY = [
     "--model",
     "tiny-vl-python",
@@ -71,7 +70,7 @@ def printed(tmp_path_factory):
     """What the run of `whole` prints."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     return folder, run_script(
-        "grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=RANKS
+        "grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2
     )
 
 
@@ -145,8 +144,8 @@ def test_kill_and_resume_and_replay(whole, tmp_path):
     """With --deterministic each block starts from the transcript, so that a resume repeats a step
     bit for bit."""
     arguments = ["grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, *data_of(whole)]
-    kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=RANKS, after_step=2)
-    run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=RANKS)
+    kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=2)
+    run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
     weights = [
@@ -163,7 +162,7 @@ def test_kill_and_resume_and_replay(whole, tmp_path):
         before,
         "--output-dir",
         tmp_path / "replay",
-        ranks=RANKS,
+        ranks=2,
     )
     names = (
         "policy/loss",
