@@ -8,6 +8,7 @@ place, its `Args`:
     rollout: Rollout = field(default_factory=partial(Rollout, samples_per_prompt=16))
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -64,6 +65,24 @@ def check_offload(words: list[str]) -> str:
     return words[0]
 
 
+def json_object(words: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(words[0])
+    except ValueError as error:
+        raise ValueError(f"{words[0]!r:.80} is no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f'{words[0]!r:.80} is no JSON object, such as {{"name": false}}')
+    return value
+
+
+def as_json(value: dict[str, Any]) -> list[str]:
+    return [json.dumps(value)]
+
+
+def is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 def is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -81,6 +100,17 @@ Files = Annotated[
         instance_from_str=join_files,
         is_instance=is_text,
         str_from_instance=as_words,
+    ),
+]
+# Keyword arguments.
+JsonObject = Annotated[
+    dict[str, Any],
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=json_object,
+        is_instance=is_object,
+        str_from_instance=as_json,
     ),
 ]
 # Names of OFFLOADS, separated by commas.
@@ -106,6 +136,8 @@ class Data:
     # where paths of pictures start that are not beside their data file; none may leave
     media_root: Path | None = None
     max_rows: Count | None = None  # use only the first rows of the training data
+    # arguments of the chat template, such as '{"enable_thinking": false}'
+    template_args: JsonObject | None = None
     # rows that are unusable or too long: stop, or count and drop them
     bad_rows: Literal["error", "drop"] = "error"
     # smaller pictures are enlarged to this area; 28 x 28 pixels are one token

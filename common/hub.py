@@ -3,10 +3,15 @@ its files are whole; its tokenizer."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from functools import partial
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from torch import nn
@@ -314,8 +319,10 @@ def prepared_smollm2(flag: str) -> str:
 
 
 def load_tokenizer(
-    path: str, trust_remote_code: bool = False
+    path: str, trust_remote_code: bool = False, template_args: Mapping[str, Any] | None = None
 ) -> "transformers.PreTrainedTokenizerBase":
+    """The tokenizer of a folder or hub id. template_args: keyword arguments of its chat template,
+    in every place that renders one."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         path, trust_remote_code=trust_remote_code
     )
@@ -325,8 +332,21 @@ def load_tokenizer(
             f"{path}: its tokenizer turns text into no tokens: are tokenizer.json and its like "
             "there?"
         )
+    if template_args:
+        check_template_args(template_args, tokenizer, path)
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_args)
     check_template(tokenizer, path)
     return tokenizer
+
+
+def check_template_args(template_args: Mapping[str, Any], tokenizer, path: str) -> None:
+    """SystemExit for arguments that the chat template does not read, or that the scripts set."""
+    set_by_scripts = {"messages", *signature(tokenizer.apply_chat_template).parameters}
+    for name in template_args:
+        if name in set_by_scripts:
+            raise SystemExit(f"--template-args: {name} is set by the script itself")
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise SystemExit(f"--template-args: the chat template of {path} has no {name!r}")
 
 
 def check_template(tokenizer, path: str) -> None:

@@ -126,7 +126,9 @@ class Job:
         message = f"--model {self.path}: its files cannot be read (are all there, and whole?)"
         with user_errors(message, DAMAGE):
             check_headers(Path(self.path))
-            self.tokenizer = load_tokenizer(self.path, machine.trust_remote_code)
+            self.tokenizer = load_tokenizer(
+                self.path, machine.trust_remote_code, data.template_args
+            )
             # None: the model reads text alone
             self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)
         check_model_flags(data, machine, sees=self.vision is not None)

@@ -13,19 +13,25 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import tyro
 
-from common.flags import call_program
+from common.flags import JsonObject, call_program
 from common.look.curves import plot_curves
 from common.look.page import write_page
 from common.look.samples import sample_files, samples_page
 
 
-def look(*paths: tyro.conf.Positional[Path], tokenizer: str | None = None, rows: int = 2) -> None:
+def look(
+    *paths: tyro.conf.Positional[Path],
+    tokenizer: str | None = None,
+    template_args: JsonObject | None = None,
+    rows: int = 2,
+) -> None:
     """Show what runs have left, or what is in data files.
 
     Args:
         paths: folders of runs, data files, dumps in the rollouts/ of a run
         tokenizer: name or folder; for a data file, to count tokens; for a dump, if its run's model
             is gone
+        template_args: for a data file, arguments of the chat template, as the scripts take them
         rows: how many rows of a data file are printed
     """
     sources = list(dict.fromkeys(paths))  # each once
@@ -33,6 +39,8 @@ def look(*paths: tyro.conf.Positional[Path], tokenizer: str | None = None, rows:
         raise SystemExit("give the folder of a run, or a data file")
     if rows < 0:
         raise SystemExit(f"--rows {rows}: 0 or more")
+    if template_args and not tokenizer:
+        raise SystemExit("--template-args needs --tokenizer")
     failed = []
     for path in sources:
         try:
@@ -43,7 +51,7 @@ def look(*paths: tyro.conf.Positional[Path], tokenizer: str | None = None, rows:
             else:
                 from common.look.show import show  # torch takes seconds
 
-                show(path, tokenizer, rows)
+                show(path, tokenizer, rows, template_args)
         except (OSError, SystemExit, ValueError) as error:
             if len(sources) == 1:
                 raise SystemExit(str(error)) from error

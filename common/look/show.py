@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +33,12 @@ PROGRAMS = {
 }
 
 
-def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
+def show(
+    file: Path,
+    tokenizer: str | None = None,
+    rows: int = 2,
+    template_args: dict[str, Any] | None = None,
+) -> None:
     """Print what is in a data file: columns, rows per data_source, prompt lengths (in tokens with
     --tokenizer), and some rows."""
     files = RowFiles([file], "FILE", convert=in_verl_columns)
@@ -42,7 +48,8 @@ def show(file: Path, tokenizer: str | None = None, rows: int = 2) -> None:
     if usable:
         show_columns(files.tables[0], usable[0])
         show_sources(usable)
-        show_prompts(usable, tokenizer, row_0_is_usable=problems[0][1] is None)
+        encode = tokenizer_of(tokenizer, template_args) if tokenizer else None
+        show_prompts(usable, encode, row_0_is_usable=problems[0][1] is None)
     for i, (record, problem) in enumerate(problems[:rows]):
         heading = f"row {i}"
         if problem:
@@ -71,12 +78,11 @@ def show_sources(usable: list[dict]) -> None:
         )
 
 
-def show_prompts(usable: list[dict], tokenizer: str | None, row_0_is_usable: bool) -> None:
-    """Lengths, and with a tokenizer row 0 as the model sees it."""
-    if not tokenizer:
+def show_prompts(usable: list[dict], encode, row_0_is_usable: bool) -> None:
+    """Lengths, and with a tokenizer (`encode`) row 0 as the model sees it."""
+    if not encode:
         show_lengths([len(bare_text(record["prompt"])) for record in usable], "characters")
         return
-    encode = tokenizer_of(tokenizer)
     prompts = [as_given(record, encode) for record in usable]
     texts = apply_template(prompts, encode)
     ids_of_texts = encode(texts, add_special_tokens=False)["input_ids"]
@@ -125,8 +131,8 @@ def in_verl_columns(table: pa.Table, path: Path) -> pa.Table:
         raise
 
 
-def tokenizer_of(model: str):
+def tokenizer_of(model: str, template_args: dict[str, Any] | None = None):
     """The tokenizer of a model by name or folder. Weights are not downloaded."""
     if model in EMBEDDED or model == "smollm2":
         model = resolve_model(model)
-    return load_tokenizer(model)
+    return load_tokenizer(model, template_args=template_args)

@@ -1,7 +1,9 @@
 """Open the parts that sample and score: tools, prompts, turns, reward workers, the engine."""
 
+import json
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup, new_subgroups
@@ -36,6 +38,20 @@ def check_rollout(job: Job, rollout: Rollout) -> None:
         "sleep_level": (job.world.device.type == "cuda", "a GPU"),
     }
     refuse_idle(rollout, uses)
+
+
+def note_sampling(folder: Path) -> None:
+    """Print the flags that evaluate as the model's card advises, if that is not greedily: a
+    thinking model may repeat itself to the length limit."""
+    file = folder / "generation_config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if config.get("do_sample"):
+        temperature = config.get("temperature") or 1.0
+        top_p = config.get("top_p") or 1.0
+        say(
+            "evaluations are greedy, but generation_config.json asks for sampling: "
+            f"--eval-temperature {temperature:g} --eval-top-p {top_p:g}"
+        )
 
 
 def open_engine_group(rollout: Rollout, run: Run) -> ProcessGroup | None:
@@ -137,6 +153,8 @@ def open_prompts(
     datasets = [prompts for prompts in (train_data, eval_data) if prompts]
     if not needs_template and any(prompts.uses_template for prompts in datasets):
         end_turns_properly(job.tokenizer, None)
+    if eval_data and rollout.eval_temperature == 0:
+        note_sampling(Path(job.path))
     return train_data, eval_data
 
 
