@@ -182,6 +182,8 @@ class Rollout:
     engine_parallel: Count = 1
     # KV cache (GiB per rank); default: what a GPU has left, 0.5 on CPUs
     engine_memory: Positive | None = None
+    # further arguments of vLLM, such as '{"kv_cache_dtype": "fp8"}'
+    engine_args: JsonObject | None = None
     # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU)
     sleep_level: Literal[0, 1, 2] = 1
     # stop if |engine - trainer| log-probs exceed this mean; default by dtype

@@ -1,8 +1,8 @@
 """What an engine is: how it is started, and what it does."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     vision: Vision | None = None
     max_images: int = 16  # of a prompt with its response
+    args: Mapping[str, Any] = field(default_factory=dict)  # --engine-args, checked
 
 
 class Engine(Protocol):

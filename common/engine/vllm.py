@@ -159,9 +159,9 @@ def prepare_cpu_platform() -> None:
 
 
 def engine_options(config: EngineConfig, on_gpu: bool) -> dict[str, object]:
-    """Arguments of vLLM that depend on the machine and on pictures."""
+    """Arguments of vLLM that depend on the machine, on pictures, and on --engine-args."""
     max_batched_tokens = max(config.max_model_len, 8192)
-    options: dict[str, object] = {}
+    options: dict[str, object] = {"enforce_eager": not on_gpu}
     if on_gpu:  # vLLM chooses the sizes of batches by the memory of the GPU
         free, total = torch.cuda.mem_get_info(config.world.device)
         # kv_cache_memory_bytes is the size of the KV cache. This only has to pass vLLM's check of
@@ -184,7 +184,7 @@ def engine_options(config: EngineConfig, on_gpu: bool) -> dict[str, object]:
         options["limit_mm_per_prompt"] = {"image": config.max_images, "video": config.max_images}
         options["skip_mm_profiling"] = True
         options["max_num_batched_tokens"] = max_batched_tokens  # a picture must fit into a batch
-    return options
+    return options | config.args
 
 
 class VllmEngine(Engine):
@@ -210,7 +210,6 @@ class VllmEngine(Engine):
                 dtype=str(config.dtype).removeprefix("torch."),
                 max_model_len=config.max_model_len,
                 kv_cache_memory_bytes=int(config.memory_gib * 2**30),
-                enforce_eager=not on_gpu,
                 logprobs_mode="processed_logprobs",
                 use_tqdm_on_load=False,
                 distributed_executor_backend="external_launcher",

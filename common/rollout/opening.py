@@ -36,8 +36,13 @@ def check_rollout(job: Job, rollout: Rollout) -> None:
     uses = {
         "max_images": (job.vision is not None, "a vision-language --model"),
         "sleep_level": (job.world.device.type == "cuda", "a GPU"),
+        "engine_args": (rollout.uses_vllm, "--engine vllm"),
     }
     refuse_idle(rollout, uses)
+    if rollout.engine_args:
+        from common.engine.arguments import check_engine_args
+
+        check_engine_args(rollout.engine_args, on_gpu=job.world.device.type == "cuda")
 
 
 def note_sampling(folder: Path) -> None:
@@ -244,6 +249,7 @@ def open_engine(job: Job, rollout: Rollout) -> Engine | None:
             trust_remote_code=job.machine.trust_remote_code,
             vision=job.vision,
             max_images=rollout.max_images,
+            args=rollout.engine_args or {},
         )
         engine = start_engine(config, rollout.uses_vllm)
         engine.sleep()
