@@ -17,7 +17,7 @@ from common.packing import MicroBatch
 from common.pictures import blank
 from common.rotary import length_limits, num_positions, set_text_lengths
 from common.torch_repair import transformers
-from common.vision import FAMILY, Vision, auto_class, clamp_inputs, skeleton
+from common.vision import FAMILY, Vision, attend_in_windows, auto_class, clamp_inputs, skeleton
 
 # attributes of a config that rescale the logits
 LOGIT_SCALES = [
@@ -186,6 +186,9 @@ def load_model(
         if vision:
             model.base_model.visual.requires_grad_(not freeze_vision)
             model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
+            if attention != "flash":
+                for block in model.base_model.visual.blocks:
+                    attend_in_windows(block.attn)
         language_model = getattr(model.base_model, "language_model", model)
         language_layers.extend(repeated_blocks(language_model))
         # before FSDP2 wraps the model: a head tied later would be gathered and reduced twice

@@ -1,6 +1,8 @@
 """Images and videos of Qwen2-VL and Qwen2.5-VL: placeholders, M-RoPE positions, patches."""
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -120,6 +122,56 @@ def clamp_inputs(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     """
     limit = torch.finfo(inputs[0].dtype).max - 1000
     return inputs[0].clamp(-limit, limit)
+
+
+def attend_in_windows(attention: nn.Module) -> None:
+    """Give an attention module of a vision tower a forward with one SDPA call for all windows of a
+    length; transformers' has one for each window: 2,244 for a picture of a megapixel."""
+    attention.forward = partial(window_attention, attention)
+
+
+def window_attention(
+    module: nn.Module,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_,
+) -> Tensor:
+    """Attention [P, H] within each window of patches.
+
+    hidden_states: [P, H]. cu_seqlens: [W + 1] int32, where windows begin and end; the same tensor
+    in all layers that have these windows. position_embeddings: cosines and sines [P, D].
+    """
+    if not hasattr(cu_seqlens, "windows"):  # read once: its values are on the GPU
+        cu_seqlens.windows = windows_by_length(cu_seqlens)
+    qkv = module.qkv(hidden_states).unflatten(-1, (3, module.num_heads, -1))  # [P, 3, heads, D]
+    query, key, value = qkv.unbind(1)
+    query, key = rotated(query, key, *position_embeddings)
+    outputs = []
+    for window in cu_seqlens.windows:  # [W, L]: numbers of patches
+        parts = (part[window].transpose(1, 2) for part in (query, key, value))
+        attended = nn.functional.scaled_dot_product_attention(*parts)  # [W, heads, L, D]
+        outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+    order = torch.cat([window.flatten() for window in cu_seqlens.windows])
+    return module.proj(torch.cat(outputs)[order.argsort()])
+
+
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    modeling = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+    return modeling.apply_rotary_pos_emb_vision(query, key, cos, sin)
+
+
+def windows_by_length(cu_seqlens: Tensor) -> list[Tensor]:
+    """The numbers of the patches of all windows of a length, [W, L] int64, for each length."""
+    bounds = cu_seqlens.tolist()
+    starts_of_length: dict[int, list[int]] = {}
+    for start, end in pairwise(bounds):
+        starts_of_length.setdefault(end - start, []).append(start)
+    windows = []
+    for length, starts in starts_of_length.items():
+        numbers = torch.tensor(starts)[:, None] + torch.arange(length)
+        windows.append(numbers.to(cu_seqlens.device))
+    return windows
 
 
 def auto_class(config) -> type:

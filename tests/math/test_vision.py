@@ -3,6 +3,7 @@ forward, one by one."""
 
 import io
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -234,3 +235,29 @@ def test_a_rank_without_pictures_takes_part_in_the_vision_tower(policy, vision):
     packed_logprobs(policy, episodes, vision, budget=4096).sum().backward()
     grads = [p.grad for p in policy.model.base_model.visual.parameters()]
     assert all(g is not None and not g.any() for g in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_windows_of_the_tower_go_in_one_call(folder, vision, monkeypatch, dtype):
+    """Values and gradients of transformers' loop over windows, with one call a layer for each
+    length of a window."""
+    media = [image(seed) for seed in range(6)] + [video(3, 5), video(4, 4)]
+    results, calls = [], []
+    for is_ours in (True, False):
+        model = load_model(folder, "sdpa", dtype=torch.float32, vision=vision).model.to(dtype)
+        tower = model.base_model.visual
+        if not is_ours:
+            for block in tower.blocks:
+                del block.attn.forward
+        patches, grids = vision.patches(media, torch.device("cpu"))
+        counted = Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+        features = tower(patches.to(dtype), grid_thw=grids).pooler_output
+        monkeypatch.undo()
+        features.square().sum().backward()
+        results.append([features.detach(), *(p.grad for p in tower.parameters())])
+        calls.append(counted.call_count)
+    ours, theirs = results
+    limit = 1e-5 if dtype == torch.float32 else 1e-7  # the patches' positions are float32
+    assert len(ours) == len(theirs) and relative_l2(ours, theirs) < limit
+    assert calls[0] < calls[1] / 4, calls
