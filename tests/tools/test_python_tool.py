@@ -370,6 +370,18 @@ def test_pictures_are_sent_once_while_the_interpreter_lives(workers, monkeypatch
     assert sent == [2] and encoded == list(map(len, pictures))
 
 
+def test_the_first_call_of_a_trajectory_may_be_malformed(workers):
+    """Also when a trajectory of an earlier step had the same key: its number is not used again."""
+    first = Trajectory(workers)
+    assert "expected a text as the argument code" in first(7).text
+    assert [first("x = 6").text, first("print(7 * x)").text] == ["", "42"]
+    number = workers.numbers[first.key]
+    second = Trajectory(workers)
+    second.key = first.key
+    assert second(7).error and second("print('x' in globals())").text == "False"
+    assert workers.numbers[second.key] > number
+
+
 def test_trajectories_do_not_see_each_other(workers):
     for _ in range(4):
         trajectory = Trajectory(workers)
