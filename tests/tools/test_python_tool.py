@@ -483,6 +483,11 @@ def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(mon
             "(line 2)",
         ),
         ("x = (", "Execution error: SyntaxError: '(' was never closed (line 1)"),
+        (
+            "import ast\nast.literal_eval('1 +')",
+            "Execution error: SyntaxError: invalid syntax (line 2)",
+        ),
+        ("x = 1\nraise SyntaxError('no')", "Execution error: SyntaxError: no (line 2)"),
         ("import sys\nprint('a')\nsys.exit(3)", "a\nExecution error: SystemExit: 3 (line 3)"),
         ("def f():\n    raise KeyError('k')\n\nf()", "Execution error: KeyError: 'k' (line 2)"),
         ("input()", "Execution error: EOFError: EOF when reading a line (line 1)"),
@@ -525,7 +530,7 @@ AS_DRAWN = (640, 480)  # matplotlib's, where nothing else is asked for
         ("plt.plot([1])", [], ""),
         ("for _ in range(9): plt.figure()\nplt.show()", [AS_DRAWN] * 8, "at most 8 figures"),
         ("plt.figure(figsize=(100, 100)); plt.show()", [], "10000 x 10000 pixels"),
-        ("plt.figure(figsize=(100, 0.3)); plt.show()", [], "10000 x 30 pixels"),
+        ("plt.figure(figsize=(100, 0.3)); plt.show()", [], "and sides of a ratio below 200"),
         ("plt.rcParams['savefig.dpi'] = 2000; plt.figure(); plt.show()", [AS_DRAWN], ""),
         (
             "plt.rcParams.update({'savefig.bbox': 'tight', 'savefig.pad_inches': 20})\n"
