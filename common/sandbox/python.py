@@ -46,6 +46,7 @@ SCHEMA = {
         },
     },
 }
+# its function is never called: programs run in sandboxes
 TOOL = Tool("python", function=exec, schema=SCHEMA, role="user", taught_by=CODE_TAUGHT)
 
 
@@ -92,6 +93,8 @@ class PythonWorkers(ToolPool):
             if confined:
                 probe(self)
         except (OSError, ValueError) as error:
+            if not confined:
+                raise ValueError(f"--tools python_unconfined: {error}") from error
             raise ValueError(f"--tools python: {error}. {REMEDY}") from error
 
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
