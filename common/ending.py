@@ -1,10 +1,10 @@
 """How the ranks of a run end together: the message of the first one that fails is printed at once,
 and ends the others.
 
-torchrun ends the ranks of a machine when one of them has ended. For those of other machines a
+torchrun ends the ranks of a machine when one of them has failed. For those of other machines a
 thread watches the store of the group: a rank that samples or scores is in no collective that could
 fail. A rank that hangs, or waits for a dead network, is ended by the timer of faulthandler, which
-needs neither.
+needs neither Python's lock nor the network.
 """
 
 import faulthandler
@@ -143,5 +143,7 @@ def one_rank_prints() -> Iterator[None]:
         try:
             yield
         except SystemExit as stop:
+            if not stop.code:
+                raise SystemExit(0) from None
             time.sleep(GRACE_S)  # torchrun ends this rank before that
-            raise SystemExit(1 if stop.code else 0) from None
+            raise SystemExit(1) from None

@@ -275,7 +275,8 @@ def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None
         config = merge_configs(config, read_json(source / "config.json"))
     else:
         print(
-            f"warning: {source} is gone: {export} is written for transformers 5 alone", flush=True
+            f"warning: {source} is gone: the export is for transformers 5 alone",
+            flush=True,
         )
     config["dtype"] = dtype
     for part in (config, *parts_of(config).values()):

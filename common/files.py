@@ -2,6 +2,7 @@
 errors."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -46,12 +47,12 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text` with its middle cut out if it has more than `limit` characters. Control characters,
-    which would garble the terminal, are replaced."""
+    """`text` with its middle cut out if it has more than `limit` characters; `printable`, and
+    without halves of surrogate pairs."""
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]} …[{len(text) - 2 * half} characters]… {text[-half:]}"
-    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+    return re.sub(r"[\ud800-\udfff]", "�", printable(text))
 
 
 @contextmanager
@@ -84,7 +85,7 @@ def memory_advice(phase: str) -> Iterator[None]:
                 "or use more GPUs"
             )
         else:
-            remedy = "lower --engine-memory, or give it more memory"
+            remedy = "lower --engine-memory, or give the machine more memory"
         message = f"out of {memory} in {phase}: {remedy}; then the same command goes on"
         raise SystemExit(message) from error
 
@@ -96,8 +97,9 @@ def lock_folder(
     systems).
 
     SystemExit if another run holds it. A lock that was left behind is taken over: at once if its
-    process ran on this machine and has ended, else after a minute without a heartbeat. `lost` is
-    called when another run takes over this one.
+    process ran on this machine and has ended, else after a minute without a heartbeat. A damaged
+    one is taken over after seconds; an empty one, as a full disk leaves it, never. `lost` is called
+    when another run has taken this lock over, it has vanished, or it cannot be touched.
     """
     path = folder / "lock"
     lock = SoftFileLease(
@@ -120,10 +122,7 @@ def lock_folder(
                 f"{path} names no process, as a full disk leaves it; if no run writes there, "
                 "delete it"
             )
-            say(
-                f"{path} names no process: taken over, if it is damaged and no heart beats in a "
-                "minute"
-            )
+            say(f"{path} names no process: taken over if it is damaged, but not if it is empty")
         else:
             problem = f"another run writes there; {path} has its name"
 

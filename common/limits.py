@@ -76,8 +76,8 @@ def exhausted_memory(error: BaseException) -> str:
 
 
 def memory_limit(folder: Path) -> float:
-    """Bytes, inf without a limit. Version 1 also has the least limit of the groups above, which a
-    container does not see."""
+    """Bytes; without a limit inf, or version 1's 2**63 - 4096. Version 1 also has the least limit
+    of the groups above, which a container does not see."""
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     limits = [number(folder / name) for name in names]
     limits.append(statistic(folder / "memory.stat", "hierarchical_memory_limit", inf))

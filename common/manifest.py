@@ -160,12 +160,10 @@ def step_of_pointer(pointer: Path) -> Path:
     renamed. ValueError if the name is not that of a step folder, or if the folder is missing."""
     name = pointer.read_text(errors="replace").strip()
     steps = complete_steps(pointer.parent)
-    remedy = "give --resume never to begin anew"
-    if steps:
-        remedy = f"--resume {steps[-1]} goes on from the last one"
+    remedy = f"; give {steps[-1]}, the last one" if steps else ""
     if not STEP_NAME.fullmatch(name):
         raise ValueError(
-            f"{pointer} is damaged: it names {name[:60]!r}, which is no step folder; {remedy}"
+            f"{pointer} is damaged: it names {name[:60]!r}, which is no step folder{remedy}"
         )
     folder = pointer.parent / name
     # a save that was killed between its renames leaves one of these
@@ -173,7 +171,7 @@ def step_of_pointer(pointer: Path) -> Path:
         if not folder.exists() and (pointer.parent / temporary / MANIFEST).is_file():
             os.replace(pointer.parent / temporary, folder)
     if not folder.is_dir():
-        raise ValueError(f"{pointer} names {name}, which is not there; {remedy}")
+        raise ValueError(f"{pointer} names {name}, which is not there{remedy}")
     return folder
 
 

@@ -14,8 +14,8 @@ from common.precision import LossScale
 MAX_SKIPPED = 5  # steps in a row
 TOO_MANY_SKIPPED = (
     f"{MAX_SKIPPED} optimizer steps in a row had gradients that are not finite: weights or scores "
-    "have exploded. Lower --learning-rate; --dump-rollouts-every 1 shows scores and texts, "
-    "--dtype fp32 whether the number format is to blame; --resume goes on from a checkpoint"
+    "have exploded. Lower --learning-rate; --dtype fp32 shows whether the number format is to "
+    "blame; --resume goes on from a checkpoint"
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-BIDIRECTIONAL = {0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+BIDIRECTIONAL = {0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 STEERING = ({*range(32), *range(127, 160), 0x2028, 0x2029} | BIDIRECTIONAL) - {ord("\t"), ord("\n")}
 REPLACED = dict.fromkeys(STEERING, "\ufffd")
 

@@ -50,7 +50,7 @@ def refuse_lone_ranks() -> None:
             command = f"torchrun --nproc_per_node N {' '.join(sys.argv)}"
             raise SystemExit(
                 f"{variable}={ranks}, and each process would be a run of its own: start one per "
-                f"machine, with {command}"
+                f"machine, with {command}; several machines need the flags of docs/scaling.md"
             )
 
 

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
-EVERY = 15.0  # seconds between two lines of `Progress`, at least
+EVERY = 15.0  # seconds from any line of this file to the next one of `Progress`, at least
 ROOT = f"{Path(__file__).parents[1]}/"
 SILENCE = 20.0  # seconds without a line, at most
 
 
 class Progress:
-    """Lines of rank 0, such as "... update, micro-batch 5/12, 2m left", after `first` seconds;
-    nested loops share them.
+    """Lines of rank 0, such as "... update, micro-batch 5/12, 2m left", after `first` seconds of
+    the outermost loop; nested loops share them.
 
     for batch in Progress("micro-batch", batches): ...    or    progress = Progress("rewards", 256);
     progress.add(8)
@@ -90,13 +90,15 @@ def current_function() -> str:
     innermost = sys._current_frames()[threading.main_thread().ident]
     for frame, _ in traceback.walk_stack(innermost):
         code = frame.f_code
-        if code.co_filename.startswith(ROOT):
-            return f"{code.co_name}, {code.co_filename.removeprefix(ROOT)}"
+        path = code.co_filename.removeprefix(ROOT)
+        # ./with puts .venv, with the libraries, into our folder
+        if path != code.co_filename and "site-packages/" not in path:
+            return f"{code.co_name}, {path}"
     return "busy"
 
 
 def duration(seconds: float) -> str:
-    """At most five characters, up to 99 days: 99s, 99m, 3h05, 4d03h."""
+    """At most five characters below ten days: 99s, 99m, 3h05, 4d04h."""
     minutes = int(seconds) // 60
     hours = int(seconds) // 3600
     if seconds < 100:

@@ -48,7 +48,6 @@ def meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
     store.set(f"rank/{rank}", token)
     if rank == 0:
         name = token
-        store.set(f"{name}/0", "")
         answer_ranks(store, name, size, deadline)
     else:
         while not store.check([token]):

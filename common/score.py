@@ -47,7 +47,7 @@ class Response:
     text: str
     data_source: str
     ground_truth: object
-    truth: str  # ground_truth as a text
+    truth: str  # ground_truth as a text: the response that `try_out` scores
     extra_info: dict
     columns: dict  # of the row that is written
 
@@ -72,7 +72,8 @@ def score_file(flags: Scoring) -> None:
         samples.append(response.columns | verdict(reward))
     modified_before = modified_at(output)
     print(report(samples, output))
-    # FILE may hold several evaluations, each of which numbers its groups from 0
+    # prints the bounds, if some were not scored; FILE may hold several evaluations, each of which
+    # numbers its groups from 0
     regrouped = [sample | {"group": (sample["data_source"], sample["group"])} for sample in samples]
     summarize_with_bounds(regrouped)
     if modified_at(output) == modified_before:

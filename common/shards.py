@@ -29,7 +29,8 @@ state_dict = Later("torch.distributed.checkpoint.state_dict")
 
 
 def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write each rank's shards of the tensors into files of its own. All ranks call it together."""
+    """Write each rank's shards of the tensors into files of its own in `folder`, the state/ of a
+    step folder. All ranks call it together."""
     numbers = file_numbers(tensors)
     writer = dcp.HuggingFaceStorageWriter(str(folder), numbers, save_distributed=True)
     dcp.save(tensors, storage_writer=writer, no_dist=world_size() == 1)
@@ -108,7 +109,7 @@ def find_checkpoint(
             if folder is None and resume != "auto":
                 raise ValueError(f"no checkpoint there (a step folder has a {MANIFEST} in it)")
         except (ValueError, OSError) as error:
-            problem = f"--resume {resume}: {error}"
+            problem = f"--resume {resume}: {error}; {BEGIN_ANEW}"
     folder, problem = broadcast_object((folder, problem))
     if problem:
         raise SystemExit(problem)
@@ -138,10 +139,11 @@ def verify_together(folder: Path, world: World) -> dict:
         problem = str(error)
     problems = [text for text in gather_objects(problem) if text]
     if problems:
-        earlier = [path for path in complete_steps(folder.parent) if path.name < folder.name]
         remedy = ""
-        if earlier:
-            remedy = f"--resume {earlier[-1]} goes on from the one before; "
+        for path in complete_steps(folder.parent):
+            # by number: a longer name is that of a later step
+            if (len(path.name), path.name) < (len(folder.name), folder.name):
+                remedy = f"--resume {path} goes on from the one before; "
         message = f"{folder} {shorten(problems[0], 200)}: {remedy}{BEGIN_ANEW}"
         raise SystemExit(message.replace("\n", " "))
     return manifest

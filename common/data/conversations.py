@@ -357,7 +357,7 @@ class Conversations:
 
     def _check_rendering(self, conversation: Conversation, picture_tokens: list[int]) -> None:
         """BadRow if the template loses a message, or the cut leaves nothing to learn."""
-        messages = conversation.messages
+        messages = up_to_last_turn(conversation.messages)
         try:
             rendered = self._render(messages)
             text, turns = read_turns(messages, self.tokenizer, self.max_tokens)
@@ -436,6 +436,15 @@ class Conversations:
             place = self.files.place(i)
             print(f"warning: {self.files.flag}: {place}: {error}; left out", flush=True)
             return None
+
+
+def up_to_last_turn(messages: list[dict]) -> list[dict]:
+    """The messages that are trained on: without those behind the assistant's last turn, before
+    which a template may drop thoughts."""
+    end = len(messages)
+    while messages[end - 1]["role"] != "assistant":
+        end -= 1
+    return messages[:end]
 
 
 def check_thoughts(messages: list[dict], flat: str) -> None:

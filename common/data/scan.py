@@ -20,15 +20,16 @@ UNCOUNTED = 10**12  # "tokens" of a text that makes the tokenizer fail
 
 @dataclass
 class ScanReport:
-    """What a scan of all rows found. Rows are named by their index."""
+    """What a scan of all rows found. Rows are named by their index. Conversations fill `costs`;
+    prompts `kept`, `too_long`, `sources`, `ignored_requests` and `num_templated`."""
 
     # row -> why it cannot be used; machines may word a reason differently
     bad_rows: dict[int, str] = field(default_factory=dict, compare=False)
-    too_long: dict[int, str] = field(default_factory=dict)  # row -> "123 tokens"
+    too_long: dict[int, str] = field(default_factory=dict)  # row -> "123 tokens", or another reason
     kept: list[int] = field(default_factory=list)  # all but the bad rows: too long ones too
     # row -> about its number of tokens, to balance ranks
     costs: dict[int, float] = field(default_factory=dict)
-    # the data_source of every usable row that is scored
+    # the data_source of every kept row that has a truth
     sources: set[str] = field(default_factory=set)
     notes: Counter[str] = field(default_factory=Counter)  # note for the user -> number of rows
     # what rows ask for without effect -> number of rows
@@ -118,7 +119,7 @@ class Lengths:
     """Numbers of tokens. Each word is tokenised once: the rows of a data set share most of theirs.
 
     Tokenizers cut at spaces before they merge, so the sum over words is the number of tokens, or
-    close to it. Only a text near the limit is tokenised as a whole.
+    close to it. Only a text near the limit, or above it, is tokenised as a whole.
     """
 
     def __init__(self, tokenizer):
@@ -126,22 +127,22 @@ class Lengths:
         self.words: dict[str, int] = {}  # word -> its number of tokens
 
     def above(self, texts: dict[int, tuple[str, int]], limit: int) -> dict[int, str]:
-        """Row -> "123 tokens" of the texts that have more than `limit`.
+        """Row -> "123 tokens", or that they cannot be counted, of the texts that have more than
+        `limit`.
 
         texts: row -> (text, number of tokens to add to those of the text).
         """
         estimates = self._estimate(texts)
-        near = [i for i, length in estimates.items() if length + length // 16 + 8 > limit]
-        num_tokens = self._count([texts[i][0] for i in near])
+        maybe = [i for i, length in estimates.items() if length + length // 16 + 8 > limit]
+        num_tokens = self._count([texts[i][0] for i in maybe])
         too_long: dict[int, str] = {}
-        uncounted: dict[int, str] = {}
-        for i, length in zip(near, num_tokens):
+        for i, length in zip(maybe, num_tokens):
             length += texts[i][1]
             if length >= UNCOUNTED:
-                uncounted[i] = "the tokenizer breaks down at its text"
+                too_long[i] = "the tokenizer breaks down at its text"
             elif length > limit:
                 too_long[i] = f"{length} tokens"
-        return too_long | uncounted
+        return too_long
 
     def _estimate(self, texts: dict[int, tuple[str, int]]) -> dict[int, int]:
         """Row -> about its number of tokens. What all texts share is counted once."""

@@ -14,7 +14,7 @@ from common.files import replace_file, shorten
 MAX_TEXT = 12_000  # characters of one text on a page
 REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1+")  # <|image_pad|>, hundreds of times
 MARKUP = re.compile(r"&lt;(?:/?\w{1,20}|\|\w{1,40}\|)&gt;")  # <think>, escaped
-SPACES = str.maketrans({"\t": "    ", "\r": None, "\u00a0": " ", "\u202f": " ", "\u3000": " "})
+SPACES = str.maketrans({"\t": "    ", "\r": None})
 
 
 def to_text(value, limit: int = MAX_TEXT) -> str:

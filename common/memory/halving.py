@@ -70,7 +70,7 @@ def halve_budget(
     """
     memory = exhausted_memory(error)
     if budget < 256:
-        remedy = "use more GPUs" if memory == "GPU memory" else "give it more memory"
+        remedy = "use more GPUs" if memory == "GPU memory" else "give the machine more memory"
         raise SystemExit(
             f"out of {memory} in the update with {budget} tokens: add "
             f"--gradient-checkpointing or {remedy}; then the same command goes on"

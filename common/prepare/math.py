@@ -9,9 +9,9 @@ aime24_test.jsonl, amc23_test.jsonl, …
 
 Files are .jsonl, .json or .parquet. Their columns are problem, question or input (SVAMP: Body and
 Question), and answer or target, or else a solution with a \boxed{}. Options or choices (sat_math,
-mmlu_stem, AGIEval) go into the prompt, and the truth is their letter. Files whose name ends in
-"train" make train.parquet, all others test.parquet; "aime24_test.jsonl" becomes the data_source
-"math/aime24", so that an evaluation of a whole folder lists its files.
+mmlu_stem, AGIEval) go into the prompt, and the truth is their letter. Files named "train",
+"..._train" or "...-train" make train.parquet, all others test.parquet; "aime24_test.jsonl" becomes
+the data_source "math/aime24", so that an evaluation of a whole folder lists its files.
 """
 
 import re
@@ -96,7 +96,7 @@ def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
         files = RowFiles([path], "--source")
         stem = SHARD.sub("", stem_of(path))
         name, ending = re.fullmatch(r"(.*?)(?:(?:^|[-_])(train|test))?", stem).groups()
-        folder = path.resolve().parent
+        folder = path.parent.resolve()  # the hub's cache has links to files of other folders
         if folder.name == "data":  # of a snapshot
             folder = folder.parent
         data_source = f"math/{name or folder.name}"
@@ -187,7 +187,7 @@ def read_record(record: dict) -> tuple[str, str, str]:
         if "answer" not in record and "target" not in record:
             raise ValueError("the solution has no complete \\boxed{…}")
         ground_truth = answer
-    if "####" in answer:
+    if "####" in ground_truth:
         raise ValueError("an answer after #### is GSM8K's format: python -m common.prepare.gsm8k")
     return question, ground_truth.strip(), str(record.get("solution", answer))
 
@@ -222,11 +222,17 @@ def read_options(record: dict) -> list[str]:
     for other shapes."""
     options = record.get("options", record.get("choices"))
     if options is None and {"a", "b"} <= record.keys():  # a column for each
-        options = [record[letter.lower()] for letter in LETTERS if letter.lower() in record]
+        letters = [letter for letter in LETTERS if letter.lower() in record]
+        if not are_first_letters(letters):
+            raise ValueError(f"options {', '.join(letters)}: one between them is missing")
+        options = [record[letter.lower()] for letter in letters]
     if options is None:
         return []
     # ARC: {"text": [...], "label": [...]}
     if isinstance(options, dict) and isinstance(options.get("text"), list):
+        labels = options.get("label")
+        if labels is not None and labels != list(LETTERS[: len(options["text"])]):
+            raise ValueError(f"options with the labels {labels!r:.80}, expected A, B, ...")
         options = options["text"]
     elif isinstance(options, dict) and are_first_letters(list(options)):
         options = list(options.values())
@@ -258,7 +264,7 @@ def are_first_letters(names: list) -> bool:
 def right_option(record: dict, options: list[str]) -> str:
     """The letter of the right option, which may be given as a letter, as an index from 0 (MMLU), or
     as the option's text."""
-    answer = first_of(record, "answer", "target", "label", "correct", "solution")
+    answer = first_of(record, "answer", "answerkey", "target", "label", "correct", "solution")
     letters = LETTERS[: len(options)]
     if type(answer) is int and 0 <= answer < len(options):
         return letters[answer]

@@ -24,7 +24,7 @@ from common.files import user_errors
 from common.flags import call_program
 from common.prepare.writing import downloading
 
-MAX_SHOWN = 5  # missing files that are named
+MAX_SHOWN = 5  # paths without a file that are named
 
 
 @dataclass
@@ -63,7 +63,7 @@ def main(args: Args) -> None:
                     missing.append((files, row, path))
         print(f"{table}: {len(paths_of_rows)} rows, {num_pictures} pictures and frames")
     if missing:
-        message = f"{len(missing)} files are missing in {args.folder}, the first:"
+        message = f"{len(missing)} paths lead to no file in {args.folder}, the first:"
         for files, row, path in missing[:MAX_SHOWN]:
             message += f"\n  {files.place(row)}: {path}"
         raise SystemExit(message)
@@ -83,6 +83,9 @@ def download(repository: str, folder: Path) -> None:
     with downloading(
         repository, "give --folder with a copy of it alone; the same command goes on from here"
     ):
+        # an error if there is no network or no such repository, in place of which the download
+        # would only return a folder that is not empty
+        snapshot_download(repository, repo_type="dataset", local_dir=folder, dry_run=True)
         try:
             snapshot_download(repository, repo_type="dataset", local_dir=folder)
         finally:

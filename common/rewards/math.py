@@ -34,8 +34,8 @@ def score_gsm8k(solution_str: str, ground_truth: str) -> dict:
     """{"score": 0 | 1, "pred": canonical number or ""} of one response.
 
     The answer is the last `#### x` in the last 300 characters, x being a number that ends there: `5
-    or 6`, `1/2`, `3,5` are none. Numbers are compared as decimals: `72.`, `72.0`, `$72` are 72, and
-    `1,234` is 1234.
+    or 6`, `1/2`, `3,5` are none, and no earlier answer counts then. Numbers are compared as
+    decimals: `72.`, `72.0`, `$72` are 72, and `1,234` is 1234.
     """
     truth = canonical_number(str(ground_truth))
     if not truth:
@@ -132,9 +132,9 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
     r"""{"score": -1 | 1, "acc": whether it is right, "pred": answer or ""} of one response, as DAPO
     trains on AIME.
 
-    The answer is what follows the last `Answer:` on its line, in the last 300 characters; of that
-    what follows the last `=`, and its first $...$, if there is one. Right by spelling or as a
-    number; formulas are not computed.
+    The answer follows the last `Answer:` of the last 300 characters, on its line, or on the next if
+    that has nothing more. Of this it is the last box, or else what follows the last `=`, and its
+    first $...$, if there is one. Right by spelling or as a number; formulas are not computed.
     """
     truth = normalized_truth(ground_truth)
     tail = solution_str[-TAIL:]
@@ -142,8 +142,10 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
     for match in ANSWER_LINE.finditer(tail):
         line = tail[match.end() :].partition("\n")[0]
     left, _, right = line.rpartition("=")
-    # is the last "=" in math, or before it?
-    inline = INLINE_MATH.search(line if left.count("$") % 2 else right)
+    math = right
+    if left.count("$") % 2:  # the last "=" is in $...$
+        math = line[left.rfind("$") :]
+    inline = INLINE_MATH.search(math)
     answer = last_boxed(line)
     if not answer:
         answer = inline[1] if inline else right

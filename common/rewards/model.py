@@ -49,7 +49,7 @@ class RewardModel:
         self.model = model.eval().requires_grad_(False)
         self.device = device
         set_text_lengths(self.model, None)
-        # longer texts do not share a batch, whose longest one would decide for all
+        # longer texts do not share a batch: its longest would decide the rotary frequencies of all
         self.batched_length = min(length_limits(self.model.config).values(), default=inf)
         num_outputs = self.model.config.num_labels
         if num_outputs != 1:

@@ -20,7 +20,7 @@ Point = Mapping["sympy.Symbol", Fraction]
 
 PRECISION = 2000  # bits
 NOISE = mpmath.ldexp(1, -1600)  # relative size of a difference that is none
-# of an irrational number in sin and other functions, which need the digits behind it
+# of an irrational angle in sin and the like, which need its digits behind the point
 MAX_ANGLE = mpmath.ldexp(1, 100)
 PERIODIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (
@@ -94,7 +94,7 @@ def inexact(value: Value) -> mpmath.mpf | mpmath.mpc:
 
 
 def exact(value: Value) -> Fraction:
-    """ValueError of a complex number."""
+    """ValueError unless it is a finite real number."""
     if isinstance(value, Fraction):
         return value
     if isinstance(value, mpmath.mpc) or not mpmath.isfinite(value):
@@ -171,7 +171,7 @@ def periodic(name: str, angle: Value) -> Value:
         if abs(angle) > MAX_ANGLE:
             raise ValueError("too large an angle")
         return getattr(mpmath, name)(angle)
-    digits_before_the_point = angle.numerator.bit_length()
-    with mpmath.extraprec(digits_before_the_point):
+    extra_bits = angle.numerator.bit_length()  # at least those before the point
+    with mpmath.extraprec(extra_bits):
         value = getattr(mpmath, name)(inexact(angle))
     return +value

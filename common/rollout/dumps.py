@@ -100,7 +100,8 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
-    """The rows of a dump, at least one, with those of `columns` that it has (None: with all).
+    """The rows of a dump, at least one, with those of `columns` that it has (None: with all); step
+    and ranks must be among them.
 
     SystemExit for a file that is no dump.
     """

@@ -71,8 +71,8 @@ def verdict(rewards: dict) -> dict:
 def summarize_with_bounds(samples: list[dict]) -> dict[str, float]:
     """`summarize`, in which samples that could not be scored count as wrong.
 
-    If there are any, eval/failed is their number, and eval/accuracy_high the accuracy if all of
-    them were right.
+    If there are any, they are printed: eval/failed is their number, eval/accuracy_high the accuracy
+    if all of them were right.
     """
     metrics = summarize(samples)
     num_failed = 0

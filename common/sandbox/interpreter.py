@@ -224,7 +224,7 @@ class Output(io.TextIOBase):
         self.size += len(text)
         room = MAX_TEXT // 2 - len(self.head)
         self.head += text[:room]
-        self.tail = (self.tail + text[max(room, 0) :])[-(MAX_TEXT // 2) :]
+        self.tail = (self.tail + text[room:])[-(MAX_TEXT // 2) :]
         return len(text)
 
     def text(self) -> str:
@@ -293,7 +293,8 @@ def array_of(values):
 def check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS or max(width, height) >= MAX_RATIO * min(width, height):
         raise ValueError(
-            f"a figure of {width} x {height} pixels cannot be shown: at most {MAX_PIXELS} pixels"
+            f"a figure of {width} x {height} pixels cannot be shown: at most {MAX_PIXELS} pixels, "
+            f"and sides of a ratio below {MAX_RATIO}"
         )
 
 
@@ -303,7 +304,8 @@ def describe(error: BaseException, name: str) -> str:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == name:
             lines.append(line)
-    if isinstance(error, SyntaxError):
+    # if the block itself does not compile; eval("1 +") in it has the line of another text
+    if isinstance(error, SyntaxError) and not lines and error.lineno:
         lines = [error.lineno]
     try:
         message = error.msg if isinstance(error, SyntaxError) else error

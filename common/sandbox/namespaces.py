@@ -1,8 +1,9 @@
 """Bubblewrap's namespaces for the policy's programs, on Linux and x86-64.
 
-No network, no GPU, no environment; no files but /usr and Python's own, read-only; a folder of
-limited size; own processes, users, mounts and messages; no capabilities. Of /proc they see their
-own processes and little else: the rest is the machine's, and root could read it in any namespace.
+No network, no GPU, no environment; no files but those of /usr, /bin, /sbin and /lib*, four entries
+of /etc, and Python's own, read-only; a folder of limited size; own processes, users, mounts and
+messages; no capabilities. Of /proc they see their own processes and little else: the rest is the
+machine's, and root could read it in any namespace.
 """
 
 import os
@@ -27,7 +28,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-# entries of /proc besides processes: those that libraries read, and what follows from these
+# entries of /proc besides processes: those that libraries read, and links to the reader's own
 PROC_SEEN = {
     "cpuinfo",
     "filesystems",

@@ -46,6 +46,7 @@ SCHEMA = {
         },
     },
 }
+# its function is never called: programs run in sandboxes
 TOOL = Tool("python", function=exec, schema=SCHEMA, role="user", taught_by=CODE_TAUGHT)
 
 
@@ -92,18 +93,21 @@ class PythonWorkers(ToolPool):
             if confined:
                 probe(self)
         except (OSError, ValueError) as error:
+            if not confined:
+                raise ValueError(f"--tools python_unconfined: {error}") from error
             raise ValueError(f"--tools python: {error}. {REMEDY}") from error
 
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: that of `ToolWorkers.submit`, with the trajectory's earlier "calls" and its
         "seed". kwargs: pictures that the prompt does not show, by their names."""
+        # before the checks: a malformed call is among the next one's "calls", too
+        if not context["calls"]:
+            self.last_number += 1
+            self.numbers[key] = self.last_number
         code = call.arguments.get("code")
         if call.error or not isinstance(code, str):
             self.add_reply(key, failed_block(call.error or "expected a text as the argument code"))
             return
-        if not context["calls"]:
-            self.last_number += 1
-            self.numbers[key] = self.last_number
         earlier = []
         for record in context["calls"]:
             if record["info"].get("ended"):

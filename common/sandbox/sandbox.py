@@ -66,7 +66,7 @@ class State(StrEnum):
     STARTING = auto()
     IDLE = auto()
     CLEANING = auto()  # the server wipes the folder and forks a child
-    REPEATING = auto()  # earlier blocks
+    REPEATING = auto()  # earlier blocks, if there are any, until the block itself begins
     RUNNING = auto()
     ENDING = auto()  # the server kills the child, or the process itself ends
 
@@ -88,7 +88,7 @@ class Sandbox:
         self.memory_gib = memory_gib
         self.confined = confined
         self.anew = anew
-        self.losses = 0  # in a row, before a program was in it
+        self.losses = 0  # in a row, each in the state CLEANING
         self.queue: deque[tuple[Hashable, Block]] = deque()
         self.key: Hashable = None
         self.block: Block | None = None  # the one it works at
@@ -256,7 +256,7 @@ class Sandbox:
 
     def poll(self) -> ToolReply | None:
         """The reply to the block, once it has come; the sandbox may be cleaning up after that.
-        ValueError if the sandbox does not start."""
+        ValueError if the sandbox does not start and has no block."""
         reply = self.receive()
         if reply:
             self.block = None
@@ -348,7 +348,7 @@ class Sandbox:
     def lost(self) -> ToolReply | None:
         """The whole sandbox is gone, or hangs: another one takes its place. That one gets a block
         that the child had not been sent yet, unless it is lost as well. ValueError if the sandbox
-        did not even start."""
+        did not even start and has no block."""
         state = self.state
         reason = self.stop(HOLD_S) or "no answer"
         if state == State.STARTING and not self.block:

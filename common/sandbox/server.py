@@ -43,8 +43,8 @@ BYTES_HEAD = sys.getsizeof(b"")
 
 
 def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
-    """Take the trainer's orders until it is gone. "new", with a socket, and "kill" are answered by
-    "done". If the server kills a child by itself, it sends the reason.
+    """Take the trainer's orders until it is gone. "done" says that the server has started, and
+    answers "new", with a socket, and "kill". If it kills a child by itself, it sends the reason.
 
     Between "stop" and "go" nothing of a trajectory runs: no thread, and no program that has only
     claimed to be done.
@@ -112,8 +112,8 @@ def guard(confined: bool) -> None:
 
 
 def warm_up(folder: str, kept: list[str], confined: bool) -> None:
-    """Call what the loop calls. Afterwards Python has allocated whatever it allocates in the first
-    calls of a function, and the memory of this process stays the same."""
+    """Call what the loop calls most. Afterwards Python has allocated whatever it allocates in the
+    first calls of a function, and the memory of this process stays the same."""
     for _ in range(20):
         excess_of(os.getpid(), folder)
         signal_children(signal.SIGCONT)
@@ -271,7 +271,7 @@ def fillers_of(free_blocks: dict[int, int]) -> list[tuple[list, Iterator]]:
     needs, which allocates nothing of its own."""
     fillers = []
     for size, count in free_blocks.items():
-        if size == 16:
+        if size == 16:  # a bytes object takes more than 16 or 32 bytes
             blocks = map(object.__new__, repeat(object, count))
         elif size == 32:
             blocks = map(float, repeat("1.5", count))
@@ -310,8 +310,8 @@ def prctl(*arguments) -> None:
 
 
 def be_child(fd: int, folder: str, limits: dict[str, int], program_filter: bytes) -> None:
-    """Give up all descriptors but the socket, and the terminal; set the limits; forbid new
-    processes; then run block after block. Never returns."""
+    """Give up the terminal, and all descriptors but the socket; set the limits; if confined, set
+    the filter of system calls; then run block after block. Never returns."""
     try:
         from interpreter import Session
 

@@ -25,8 +25,7 @@ class ToolPool:
     """A `Pool` of workers whose replies are `ToolReply`s.
 
     With a `group` there is one for all its ranks, on the first, which broadcasts the replies. The
-    ranks submit the same jobs and poll equally often: in lock-step, with nothing pending while the
-    engine samples.
+    ranks submit the same jobs and poll equally often, as turns in lock-step do.
     """
 
     protocol: type[Protocol] = Hermes  # of the policies that call them
@@ -113,8 +112,8 @@ class ToolWorkers(ToolPool):
 
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: {"media": [{"kind": "image", "frame" or "video", "frames": [encoded, ...]}, ...]
-        in the order in which they were shown, "num_prompt_media", "min_pixels", "max_pixels",
-        "max_frame_pixels"}; kwargs: from the row.
+        in the order in which they were shown, "num_prompt_media", "calls": earlier ones, "seed";
+        with vision "min_pixels", "max_pixels", "max_frame_pixels"}; kwargs: from the row.
         """
         tool = find_tool(self.tools, call.name)
         if call.error or tool is None:

@@ -29,7 +29,7 @@ class Pool:
     reply to a job that fails is {"error": reason}. If a later worker does not start, the job that
     it would have got fails, and the worker is started again for the next one.
 
-    A worker is a `Worker`, or has the attributes and methods that are used here.
+    A worker is a `Worker`, or has what is used here of one (`kill` only in `run`).
     """
 
     def __init__(

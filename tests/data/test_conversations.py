@@ -203,6 +203,18 @@ def test_thoughts_in_a_key_of_their_own_are_trained_or_told(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize(
+    "thought",
+    [{"content": "2", "reasoning_content": "a sum"}, {"content": "<think>a sum</think>2"}],
+)
+def test_thoughts_before_a_last_message_of_the_user_are_trained(tmp_path, thought):
+    """GLM's template drops those of turns before it, and it is not trained on."""
+    asked, again = alternating("1+1?", "2", "sure?")[::2]
+    glm = tokenizer_of("glm-4.6")
+    data = rows_of(tmp_path, glm, [asked, {"role": "assistant", **thought}, again])
+    assert "a sum" in "".join(said(data.episode(0), glm))
+
+
+@pytest.mark.parametrize(
     "column, role, text", [("messages", "role", "content"), ("conversations", "from", "value")]
 )
 def test_a_turn_without_loss_is_not_trained_on(tmp_path, tokenizer, column, role, text):

@@ -87,13 +87,22 @@ def test_two_data_sets_in_one_folder_are_refused(folder):
 def test_another_repository_in_the_same_folder_is_refused(folder, monkeypatch):
     fetched = []
     monkeypatch.setattr(
-        "common.prepare.pixel_reasoner.snapshot_download", lambda name, **_: fetched.append(name)
+        "common.prepare.pixel_reasoner.snapshot_download",
+        lambda name, dry_run=False, **_: dry_run or fetched.append(name),
     )
     for _ in range(2):
         main(Args(folder, "some/data"))
     with pytest.raises(SystemExit, match="holds some/data: give other/data another --folder"):
         main(Args(folder, "other/data"))
     assert fetched == ["some/data"] * 2
+
+
+def test_a_download_without_network_is_an_error(folder, monkeypatch):
+    """Though the folder holds files: who knows whether all of them. It is nobody's so far."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match="could not download some/data"):
+        main(Args(folder, "some/data"))
+    assert not (folder / ".repository").exists()
 
 
 FOREIGN = {
@@ -122,7 +131,7 @@ def test_a_foreign_file_is_one_line(folder, name, capsys):
 def test_a_number_is_no_path(folder):
     release = [{"message_list": [{"content": [{"image": 5}]}]}]
     (folder / "other.json").write_text(json.dumps(release))
-    with pytest.raises(SystemExit, match=r"(?s)1 files are missing in .*other.json row 0: 5"):
+    with pytest.raises(SystemExit, match=r"(?s)1 paths lead to no file in .*other.json row 0: 5"):
         main(Args(folder))
 
 
@@ -131,7 +140,7 @@ def test_missing_files_are_named(folder):
     (folder / "images.zip").unlink()
     (folder / "images/7-1.jpg").unlink()
     with pytest.raises(
-        SystemExit, match=r"(?s)1 files are missing in .*release.json row 0: images/7-1.jpg"
+        SystemExit, match=r"(?s)1 paths lead to no file in .*release.json row 0: images/7-1.jpg"
     ):
         main(Args(folder))
 

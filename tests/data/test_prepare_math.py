@@ -76,6 +76,12 @@ def test_prepare_row_content(tmp_path, capsys):
             "2",
         ),
         ({"problem": "p", "answer": None, "solution": SOLUTION}, "p", r"\frac{1}{2}", SOLUTION),
+        (
+            {"problem": "p", "solution": "#### 1\n" + SOLUTION},
+            "p",
+            r"\frac{1}{2}",
+            "#### 1\n" + SOLUTION,
+        ),
     ],
 )
 def test_prepare_reads_the_usual_keys(record, question, truth, answer):
@@ -107,6 +113,12 @@ def test_prepare_reads_the_usual_keys(record, question, truth, answer):
             "choices": {"text": ["10", "12", "14", "16"], "label": ["A", "B", "C", "D"]},
             "answer": "B",
         },
+        # ARC
+        {
+            "question": "q",
+            "choices": {"text": ["10", "12", "14", "16"], "label": ["A", "B", "C", "D"]},
+            "answerKey": "B",
+        },
         {"question": "q", "options": {"A": "10", "B": "12", "C": "14", "D": "16"}, "answer": "(b)"},
         {"question": "q", "options": ["10", "12", "14", "16"], "answer": "12"},
         {"question": "q", "options": ["10", "12", "14", "16"], "solution": r"\boxed{B}"},
@@ -131,6 +143,14 @@ def test_options_stand_in_the_prompt_and_their_letter_is_the_truth(record):
             "no right option: .* found 'C'",
         ),
         ({"question": "q", "options": ["10", "12"]}, "no right option: .* found None"),
+        (
+            {"question": "q", "A": 1, "B": 2, "C": None, "D": 3, "E": 4, "answer": "D"},
+            "options A, B, D, E: one between them is missing",
+        ),
+        (
+            {"question": "q", "choices": {"text": ["2", "1"], "label": ["1", "2"]}, "answer": "1"},
+            "options with the labels ",
+        ),
     ],
 )
 def test_options_of_another_shape_are_refused(record, reason):
@@ -157,6 +177,16 @@ def test_prepare_folder_by_split_and_source(tmp_path):
         ],
         "train": [("math/extra", "extra-train"), ("math/MATH", "train")],
     }
+
+
+def test_prepare_a_snapshot_in_the_hubs_cache(tmp_path):
+    """There files are links into the folder blobs."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "aime").mkdir()
+    write_jsonl(tmp_path / "blobs/0a1b", {"problem": "p", "answer": "5"})
+    (tmp_path / "aime/test.jsonl").symlink_to("../blobs/0a1b")
+    (row,) = prepared(tmp_path, tmp_path / "aime")["test"]
+    assert row["data_source"] == "math/aime"
 
 
 @pytest.mark.parametrize(

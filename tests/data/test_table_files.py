@@ -443,7 +443,7 @@ def test_pixel_reasoner_checks_rows_in_each_format(tmp_path):
     written(tmp_path, "b.json.gz", gzip.compress(json.dumps({"data": rows}).encode()))
     with pytest.raises(
         SystemExit,
-        match=r"(?s)6 files are missing in .*a.jsonl line 2: a.jpg.*b.json.gz row 0: a.jpg",
+        match=r"(?s)6 paths lead to no file in .*a.jsonl line 2: a.jpg.*b.json.gz row 0: a.jpg",
     ):
         pixel_reasoner.main(pixel_reasoner.Args(tmp_path))
     written(tmp_path, "a.jpg", b"x")

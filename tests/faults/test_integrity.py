@@ -92,6 +92,18 @@ def test_a_damaged_file_is_named_with_the_step_before(run, world, name, damage):
     assert find_checkpoint(run, str(run / "checkpoints" / "step_000001"), world, IDENTITY)
 
 
+@pytest.mark.parametrize(
+    "damaged, step", [("step_1000000", "step_999999"), ("step_999999", "step_000002")]
+)
+def test_the_step_before_is_that_of_the_next_lower_number(run, world, damaged, step):
+    for name in ("step_999999", "step_1000000"):
+        shutil.copytree(run / "checkpoints/step_000002", run / "checkpoints" / name)
+    folder = run / "checkpoints" / damaged
+    (folder / "trainer.json").write_text("{}")
+    with pytest.raises(SystemExit, match=rf"--resume \S*/{step} goes on from the one before"):
+        find_checkpoint(run, str(folder), world, IDENTITY)
+
+
 FOREIGN = {
     "shard-00002-model-00001-of-00001.safetensors": lambda file: file.write_bytes(b"x"),
     "a\n\x1b[2J": lambda file: file.write_bytes(b"x"),
@@ -140,7 +152,7 @@ def test_latest_leads_nowhere_else(run, world, name):
     (run / "checkpoints/latest").write_text(name)
     with pytest.raises(
         SystemExit,
-        match=r"which is no step folder; --resume .*/step_000002 goes on from the last one",
+        match=r"which is no step folder; give .*/step_000002, the last one; --resume never",
     ):
         find_checkpoint(run, "auto", world)
 
@@ -148,7 +160,7 @@ def test_latest_leads_nowhere_else(run, world, name):
 def test_latest_of_a_step_that_is_gone(run, world):
     (run / "checkpoints/latest").write_text("step_000009")
     with pytest.raises(
-        SystemExit, match=r"step_000009, which is not there; --resume .*/step_000002 goes on"
+        SystemExit, match=r"step_000009, which is not there; give .*/step_000002, the last one"
     ):
         find_checkpoint(run, "auto", world)
 

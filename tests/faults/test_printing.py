@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from common import ending
-from common.files import user_errors
+from common.files import shorten, user_errors
 from common.printing import guard_output, printable
 from common.rewards import RewardWorkers, score_episodes
 from common.script import _outcome
@@ -26,8 +26,9 @@ def steers(text: str) -> bool:
 
 def test_lines_tabs_and_all_letters_stay():
     text = "a\tb\n\u00a0é 漢字 \U0001f469\u200d\U0001f680 ∑"
-    assert printable(text) == text
-    assert printable(HOSTILE) == TAME and not steers(TAME)
+    assert printable(text) == shorten(text, 100) == text
+    assert printable(HOSTILE) == shorten(HOSTILE, 100) == TAME and not steers(TAME)
+    assert shorten("\ud800", 100) == "\ufffd", "which no file takes"
 
 
 class Plain:

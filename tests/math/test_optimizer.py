@@ -139,8 +139,9 @@ def test_gradients_that_stay_infinite_end_the_run(dtype, first):
         adamw.step(0.1)
     give_gradient(adamw.model, 0, factor=math.nan)
     message = r"5 optimizer steps in a row had gradients that are not finite.*--learning-rate"
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(SystemExit, match=message) as stop:
         adamw.step(0.1)
+    assert "--dump-rollouts-every" not in str(stop.value), "which sft.py does not have"
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -182,7 +183,7 @@ def test_out_of_memory_in_the_step_names_the_flags(monkeypatch):
     monkeypatch.setattr("common.memory.halving.free_memory", lambda: 2**20)
     monkeypatch.setattr(adamw.optimizer, "step", lambda: torch.empty(2**32, dtype=torch.uint8))
     give_gradient(adamw.model, 1)
-    message = "out of memory in the optimizer's step: lower --engine-memory, or give it m"
+    message = "out of memory in the optimizer's step: lower --engine-memory, or give the machine m"
     with pytest.raises(SystemExit, match=message):
         adamw.step(0.1)
 

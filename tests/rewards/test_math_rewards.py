@@ -1072,6 +1072,8 @@ def test_the_rule_of_verl_is_there(text, truth, score):
         ("Answer: $71$ or $204$", "204", -1),
         ("Answer: $x$ = 204", "204", 1),
         ("Answer: $m+n$ = $204$", "204", 1),
+        ("Answer: For $n$ the sum is $a+b=204$", "204", 1),
+        ("Answer: For $204$ the sum is $a+b=71$", "204", -1),
         ("Answer: 71 Answer: 204", "204", 1),
         ("Answer: 204\nAnswer: ", "204", 1),
         ("Answer: 204\nAnswer: 71", "204", -1),

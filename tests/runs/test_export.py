@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from vl import write_random, write_tiny_vl
 
 from common.distributed import World
-from common.export import Args, export_hugging_face, main
+from common.export import Args, export_hugging_face, main, open_checkpoint
 from common.hub import FOLDERS, load_tokenizer
 from common.job import lock_everywhere
 from common.manifest import MANIFEST, digest, make_unfinished, model_identity
@@ -280,8 +280,19 @@ def test_an_export_whose_source_is_gone_says_so(tmp_path, capsys):
     policy, tokenizer = load_model(str(folder), "sdpa"), load_tokenizer(str(folder))
     shutil.rmtree(folder)
     export_hugging_face(policy, tokenizer, tmp_path / "export", ALONE, torch.float32)
-    assert f"warning: {folder} is gone" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"warning: {folder} is gone" in output and ".tmp" not in output
     load_model(str(tmp_path / "export"), "sdpa")
+
+
+def test_a_latest_that_leads_nowhere_is_told_with_what_to_give(tmp_path):
+    folder = tmp_path / "checkpoints"
+    (folder / "step_000002").mkdir(parents=True)
+    (folder / "step_000002/manifest.json").write_text("{}")
+    (folder / "latest").write_text("step_000009")
+    with pytest.raises(SystemExit, match=r"give \S*/step_000002, the last one$") as stop:
+        open_checkpoint(tmp_path)
+    assert "--resume" not in str(stop.value), "which is a flag of runs"
 
 
 @pytest.mark.slow

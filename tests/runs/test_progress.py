@@ -12,7 +12,7 @@ from vl import CROP, build_tokenizer
 
 from common.flags import Rollout
 from common.packing import Packer, TokenIndex
-from common.progress import SILENCE, Progress, break_silence, duration
+from common.progress import ROOT, SILENCE, Progress, break_silence, duration
 from common.rewards import RewardWorkers
 from common.rollout.sampling import sample_episodes
 from common.rollout.trajectories import Turns
@@ -130,6 +130,18 @@ def test_silence_is_broken_by_what_is_waited_for_or_by_where_the_run_is(clock, c
     assert said("no sign of rank 1") == ["... no sign of rank 1"]
     clock[0] += SILENCE + 0.5
     assert said() == [here]
+
+
+def test_a_function_of_a_library_is_none_of_ours(clock, capsys):
+    """Though ./with puts the libraries below our folder."""
+    path = f"{ROOT}.venv/lib/python3.11/site-packages/torch/_ops.py"
+    names: dict = {}
+    code = "def wait(thread): thread.start(); thread.join()"
+    exec(compile(code, path, "exec"), names)
+    clock[0] += SILENCE + 0.5
+    names["wait"](Thread(target=break_silence))
+    here = "... test_a_function_of_a_library_is_none_of_ours, tests/runs/test_progress.py"
+    assert lines(capsys) == [here]
 
 
 # --- what is counted ------------------------------------------------------------------------------

@@ -78,6 +78,33 @@ def test_a_call_without_a_program_is_told(workers, arguments):
     assert call["error"] and "expected a text as the argument code" in call["text"]
 
 
+@pytest.mark.parametrize(
+    "malformed, told",
+    [
+        ("{", "Not a valid tool call"),
+        ('{"name": "shell", "arguments": {"code": "1"}}', "there is no tool 'shell'"),
+        ('{"name": "python", "arguments": {"code": 7}}', "expected a text as the argument code"),
+    ],
+)
+def test_a_program_may_follow_a_malformed_call(workers, malformed, told):
+    """In a run's first step as in a later one, where an earlier trajectory had the same key."""
+    script = [
+        f"<tool_call>\n{malformed}\n</tool_call>",
+        CALLS["qwen2.5"].replace("CODE", '"x = 6"'),
+        CALLS["qwen2.5"].replace("CODE", '"print(7 * x)"'),
+        "So be it.",
+    ]
+    workers.numbers.clear()
+    numbers = set()
+    for _ in range(2):
+        _, episode, _ = episode_of("qwen2.5", workers, script)
+        error, *texts = [call["text"] for call in episode.calls]
+        assert told in error and texts == ["", "42"]
+        assert (episode.finish_reason, episode.turns) == ("stop", 4)
+        numbers |= set(workers.numbers.values())
+    assert len(numbers) == 2
+
+
 @pytest.mark.parametrize("mark", ["<code>", "<image_clue_0>"])
 def test_a_prompt_that_teaches_tags_is_left_as_it_is(workers, mark):
     """And is answered by PyVision-RL's protocol, whatever the template has."""

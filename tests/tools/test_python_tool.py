@@ -370,6 +370,18 @@ def test_pictures_are_sent_once_while_the_interpreter_lives(workers, monkeypatch
     assert sent == [2] and encoded == list(map(len, pictures))
 
 
+def test_the_first_call_of_a_trajectory_may_be_malformed(workers):
+    """Also when a trajectory of an earlier step had the same key: its number is not used again."""
+    first = Trajectory(workers)
+    assert "expected a text as the argument code" in first(7).text
+    assert [first("x = 6").text, first("print(7 * x)").text] == ["", "42"]
+    number = workers.numbers[first.key]
+    second = Trajectory(workers)
+    second.key = first.key
+    assert second(7).error and second("print('x' in globals())").text == "False"
+    assert workers.numbers[second.key] > number
+
+
 def test_trajectories_do_not_see_each_other(workers):
     for _ in range(4):
         trajectory = Trajectory(workers)
@@ -471,6 +483,11 @@ def test_a_sandbox_that_does_not_start_later_costs_its_block_and_not_the_run(mon
             "(line 2)",
         ),
         ("x = (", "Execution error: SyntaxError: '(' was never closed (line 1)"),
+        (
+            "import ast\nast.literal_eval('1 +')",
+            "Execution error: SyntaxError: invalid syntax (line 2)",
+        ),
+        ("x = 1\nraise SyntaxError('no')", "Execution error: SyntaxError: no (line 2)"),
         ("import sys\nprint('a')\nsys.exit(3)", "a\nExecution error: SystemExit: 3 (line 3)"),
         ("def f():\n    raise KeyError('k')\n\nf()", "Execution error: KeyError: 'k' (line 2)"),
         ("input()", "Execution error: EOFError: EOF when reading a line (line 1)"),
@@ -513,7 +530,7 @@ AS_DRAWN = (640, 480)  # matplotlib's, where nothing else is asked for
         ("plt.plot([1])", [], ""),
         ("for _ in range(9): plt.figure()\nplt.show()", [AS_DRAWN] * 8, "at most 8 figures"),
         ("plt.figure(figsize=(100, 100)); plt.show()", [], "10000 x 10000 pixels"),
-        ("plt.figure(figsize=(100, 0.3)); plt.show()", [], "10000 x 30 pixels"),
+        ("plt.figure(figsize=(100, 0.3)); plt.show()", [], "and sides of a ratio below 200"),
         ("plt.rcParams['savefig.dpi'] = 2000; plt.figure(); plt.show()", [AS_DRAWN], ""),
         (
             "plt.rcParams.update({'savefig.bbox': 'tight', 'savefig.pad_inches': 20})\n"

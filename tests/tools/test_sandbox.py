@@ -1146,6 +1146,14 @@ def test_where_bubblewrap_does_not_work_the_remedies_are_named(script, told, tmp
         assert remedy in str(refusal.value)
 
 
+def test_where_none_is_wanted_no_remedy_for_the_sandbox_is_named(monkeypatch):
+    monkeypatch.setattr(sandbox, "FIRST_TO_DIE", ["/bin/sh", "-c", "echo no memory >&2"])
+    with pytest.raises(ValueError) as refusal:
+        PythonWorkers(1, 5.0, confined=False)
+    told = "--tools python_unconfined: the sandbox does not start: no memory"
+    assert str(refusal.value) == told
+
+
 def test_a_sandbox_that_takes_no_program_is_tried_twice(monkeypatch):
     """A third one is not: a run does not start sandboxes for ever."""
     inside("        wipe(folder, kept)\n", "        raise SystemExit('no wipe')\n")(monkeypatch)
