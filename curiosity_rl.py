@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from common.assets.build.embedded import with_embedded_data
+from common.balance import balance_ranks
 from common.checkpoint import Checkpoints
 from common.command_line import refuse_idle
 from common.distributed import World, all_reduce, forward_context
@@ -525,10 +526,12 @@ def main(args: Args, demo: bool = False) -> None:
             episodes = of_unequal_groups(scored)
 
         # 4. update
+        with watch("wait"):  # for ranks that still sample or score
+            trained_prompts = prompts_of_all_ranks(episodes)
+        split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
+        sampled, episodes, split = balance_ranks(sampled, episodes, split, world)
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        trained_prompts = prompts_of_all_ranks(episodes)
-        split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
         minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
             # the first minibatch gets its old log-probs for free in its own forward

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from common.assets.build.embedded import with_embedded_data
+from common.balance import balance_ranks
 from common.checkpoint import Checkpoints
 from common.command_line import flag, refuse_idle, typed_flags
 from common.distributed import World, all_reduce, forward_context, gather_objects
@@ -702,10 +703,12 @@ def main(args: Args, demo: bool = False) -> None:
                     episode.loss_mask = [0] * len(episode.loss_mask)
 
         # 4. update
+        with watch("wait"):  # for ranks that still sample or score
+            trained_prompts = prompts_of_all_ranks(episodes)
+        split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
+        sampled, episodes, split = balance_ranks(sampled, episodes, split, world)
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        trained_prompts = prompts_of_all_ranks(episodes)
-        split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
         minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
             # The first update computes the old log-probs of its minibatch anyway, but the KL in

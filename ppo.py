@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from common.assets.build.embedded import with_embedded_data
+from common.balance import balance_ranks
 from common.checkpoint import Checkpoints
 from common.command_line import refuse_idle, typed_flags
 from common.distributed import World, all_reduce, forward_context
@@ -744,10 +745,12 @@ def main(args: Args, demo: bool = False) -> None:
                     episode.loss_mask = [0] * len(episode.loss_mask)
 
         # 4. update
+        with watch("wait"):  # for ranks that still sample or score
+            trained_prompts = prompts_of_all_ranks(episodes)
+        split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
+        sampled, episodes, split = balance_ranks(sampled, episodes, split, world)
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        trained_prompts = prompts_of_all_ranks(episodes)
-        split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
         minibatches = packer.minibatches(episodes, index, split)
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
