@@ -146,7 +146,8 @@ total-steps total-epochs eval-every eval-rows eval-only save-every resume log
 dtype micro-batch-tokens gradient-checkpointing engine-memory engine-parallel lora-rank
 """
 
-# What runs without --model: a policy of 3 million parameters learns to search (README, "The demo").
+# What runs without --model: a policy of 3.5 million parameters learns to search
+# (README, "The demo").
 DEMO = Args(
     minibatches=8,
     learning_rate=3e-5,

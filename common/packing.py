@@ -173,7 +173,7 @@ class Packer:
 
         def write(model: nn.Module) -> None:
             micro_batches = [batch for part in minibatches for batch in part.micro_batches]
-            for batch in Progress("log-probs", micro_batches):
+            for batch in Progress("forward pass", micro_batches):
                 with forward_context(model):
                     output = model(batch.to(self.world.device), *inputs)
                 values = output[0] if isinstance(output, tuple) else output

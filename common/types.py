@@ -168,7 +168,7 @@ class Request:
     prompt_ids: list[int]  # with one placeholder for each token of each of `media`
     sampling: Sampling
     seed: int
-    # the optimizer step whose weights the engine must have: RuntimeError otherwise
+    # the step whose weights the engine must have: RuntimeError otherwise
     weights_step: int
     media: Sequence[Media] = ()
 

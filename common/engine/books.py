@@ -12,7 +12,7 @@ class WeightBooks:
     """
 
     def __init__(self, expected: dict[str, int]):
-        # optimizer step of the weights that the engine holds; None before the first sync
+        # step of the weights that the engine holds; None before the first sync
         self.step: int | None = None
         self.expected = expected  # {name: number of elements} of all weights of the engine
         self.sent: set[str] = set()
@@ -35,7 +35,7 @@ class WeightBooks:
             yield name, tensor.to(dtype)
 
     def close(self, step: int) -> None:
-        """The engine now holds the weights of optimizer step `step`. RuntimeError if some were not
+        """The engine now holds the weights of step `step`. RuntimeError if some were not
         sent."""
         missing = sorted(self.expected.keys() - self.sent)
         if missing:
@@ -43,7 +43,7 @@ class WeightBooks:
         self.step = step
 
     def check(self, step: int) -> None:
-        """RuntimeError unless the engine holds the weights of optimizer step `step`."""
+        """RuntimeError unless the engine holds the weights of step `step`."""
         if self.step != step:
             raise RuntimeError(
                 f"the engine holds the weights of optimizer step {self.step}, the trainer is at "

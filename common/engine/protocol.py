@@ -49,12 +49,12 @@ class Engine(Protocol):
         """Free device memory, as far as --sleep-level allows, until the next `wake`."""
 
     def sync_weights(self, weights: Weights, step: int) -> None:
-        """Replace all weights by those of optimizer step `step`. `weights` is lazy, and is consumed
+        """Replace all weights by those of step `step`. `weights` is lazy, and is consumed
         once. RuntimeError if a weight is missing, unknown, sent twice or of another size."""
 
     def submit(self, request: Request) -> None:
         """Queue a request for `request.sampling.n` completions. RuntimeError if the engine does not
-        hold the weights of optimizer step `request.weights_step`."""
+        hold the weights of step `request.weights_step`."""
 
     @property
     def busy(self) -> bool:

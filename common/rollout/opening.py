@@ -235,24 +235,25 @@ def open_engine(job: Job, rollout: Rollout) -> Engine | None:
 
     It is opened before the trainer: it needs the memory while it loads.
     """
-    engine = None
-    if not rollout.replay:
-        config = EngineConfig(
-            job.path,
-            job.compute_dtype,
-            job.world,
-            end_ids=end_token_ids(job.path, job.tokenizer),
-            max_model_len=job.max_model_len,
-            memory_gib=job.engine_memory,
-            sleep_level=rollout.sleep_level,
-            ranks=rollout.engine_parallel,
-            trust_remote_code=job.machine.trust_remote_code,
-            vision=job.vision,
-            max_images=rollout.max_images,
-            args=rollout.engine_args or {},
-        )
-        engine = start_engine(config, rollout.uses_vllm)
-        engine.sleep()
+    if rollout.replay:
+        say(f"{job.summary}, replays {rollout.replay}")
+        return None
+    config = EngineConfig(
+        job.path,
+        job.compute_dtype,
+        job.world,
+        end_ids=end_token_ids(job.path, job.tokenizer),
+        max_model_len=job.max_model_len,
+        memory_gib=job.engine_memory,
+        sleep_level=rollout.sleep_level,
+        ranks=rollout.engine_parallel,
+        trust_remote_code=job.machine.trust_remote_code,
+        vision=job.vision,
+        max_images=rollout.max_images,
+        args=rollout.engine_args or {},
+    )
+    engine = start_engine(config, rollout.uses_vllm)
+    engine.sleep()
     name = "vllm" if rollout.uses_vllm else "hf"
     if rollout.engine == "auto" and name == "hf":
         name = "hf, as vLLM is not installed"

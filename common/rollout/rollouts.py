@@ -68,7 +68,7 @@ class Rollouts:
     def sample(
         self, prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext
     ) -> list[Episode]:
-        """--samples-per-prompt episodes of each prompt, by the weights of optimizer step `step`."""
+        """--samples-per-prompt episodes of each prompt, by the weights of step `step`."""
         sampling = Sampling(
             n=self.flags.samples_per_prompt,
             max_tokens=self.flags.max_response_tokens,
