@@ -27,8 +27,8 @@ SHARE_OF_MEMORY = 1 / 8  # for sandboxes whose trajectories wait for their next 
 RESTING_BYTES = 67e6  # of such a sandbox: measured
 START_CPU_S = 5.0  # to start one, with slack (2 measured): all may start at once
 REMEDY = (
-    "In Docker its seccomp profile must let bubblewrap make namespaces "
-    "(--security-opt seccomp=unconfined), on Ubuntu sysctl "
+    "In Docker bubblewrap needs --security-opt seccomp=unconfined --security-opt "
+    "systempaths=unconfined (others: docs/sandbox.md), on Ubuntu sysctl "
     "kernel.apparmor_restrict_unprivileged_userns=0; --tools python_unconfined runs programs "
     "without a sandbox"
 )

@@ -50,7 +50,7 @@ THEIRS = {
         "signals-to-handle",
     },
     "pip": {"index-url"},
-    "docker": {"shm-size", "network", "ipc", "security-opt"},
+    "docker": {"shm-size", "network", "ipc", "security-opt", "cap-drop", "privileged"},
     "sbatch": {"signal", "requeue"},
 }
 # whose first column holds flags that are not ours

@@ -1140,6 +1140,7 @@ def test_where_bubblewrap_does_not_work_the_remedies_are_named(script, told, tmp
         PythonWorkers(1, 5.0)
     for remedy in (
         "seccomp=unconfined",
+        "systempaths=unconfined",
         "apparmor_restrict_unprivileged_userns",
         "--tools python_unconfined",
     ):
