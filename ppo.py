@@ -738,17 +738,16 @@ def main(args: Args, demo: bool = False) -> None:
             engine.sleep()
             # those whose scoring has not failed
             episodes = [episode for episode in sampled if math.isfinite(episode.score)]
+        masked = episodes  # of these the dump keeps the loss_mask
         if args.mask_truncated:
-            for episode in episodes:
-                if episode.truncated:
-                    episode.loss_mask = [0] * len(episode.loss_mask)
+            masked = [e.untrained() if e.truncated else e for e in episodes]
 
         # 4. update
-        index = TokenIndex(episodes)
-        tokens = Tokens.of(episodes, index, device)
+        index = TokenIndex(masked)
+        tokens = Tokens.of(masked, index, device)
         trained_prompts = prompts_of_all_ranks(episodes)
         split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
-        minibatches = packer.minibatches(episodes, index, split)
+        minibatches = packer.minibatches(masked, index, split)
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
             # The first update computes the old log-probs of its minibatch anyway, but the KL in
