@@ -698,9 +698,7 @@ def main(args: Args, demo: bool = False) -> None:
             sampled, episodes = collect_groups(rollouts, args, step, watch)
             engine.sleep()
         if args.mask_truncated:
-            for episode in episodes:
-                if episode.truncated:
-                    episode.loss_mask = [0] * len(episode.loss_mask)
+            episodes = [e.untrained() if e.truncated else e for e in episodes]
 
         # 4. update
         with watch("wait"):  # for ranks that still sample or score

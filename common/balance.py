@@ -13,9 +13,9 @@ def balance_ranks(
     """All arguments but `world` after whole groups have moved, so that in each minibatch all ranks
     have about as many tokens to compute. All ranks call it together.
 
-    sampled: this rank's episodes, `trained` among them. split: for each minibatch the indices of
-    its episodes in `trained`. The result depends on the groups alone, not on the ranks that have
-    sampled them, and so is the same for a dump that is replayed.
+    sampled: this rank's episodes, those of `trained` among them. split: for each minibatch the
+    indices of its episodes in `trained`. The result depends on the groups alone, not on the ranks
+    that have sampled them, and so is the same for a dump that is replayed.
     """
     if world.size == 1:
         return sampled, trained, split
@@ -26,18 +26,18 @@ def balance_ranks(
     all_groups = [group for groups_of_rank in gather_objects(groups) for group in groups_of_rank]
     ranks = rank_of_prompts(all_groups, world.size)
 
-    is_trained = {id(episode) for episode in trained}
-    own: list[tuple[Episode, bool]] = []
-    leaving: list[tuple[Episode, bool]] = []
+    trained_of = {episode.sample: episode for episode in trained}  # a copy, if it is masked
+    own: list[tuple[Episode, Episode | None]] = []
+    leaving: list[tuple[Episode, Episode | None]] = []
     for episode in sampled:
         stays = ranks.get(episode.prompt_index, world.rank) == world.rank
-        (own if stays else leaving).append((episode, id(episode) in is_trained))
+        (own if stays else leaving).append((episode, trained_of.get(episode.sample)))
     for leaving_rank in gather_objects(leaving):
-        own += [item for item in leaving_rank if ranks[item[0].prompt_index] == world.rank]
-    own.sort(key=lambda item: (item[0].prompt_index, item[0].sample_index))
+        own += [pair for pair in leaving_rank if ranks[pair[0].prompt_index] == world.rank]
+    own.sort(key=lambda pair: pair[0].sample)
 
     sampled = [episode for episode, _ in own]
-    trained = [episode for episode, episode_is_trained in own if episode_is_trained]
+    trained = [episode for _, episode in own if episode is not None]
     minibatch_of = {prompt: minibatch for minibatch, _, prompt in all_groups}
     split = [[] for _ in split]
     for number, episode in enumerate(trained):

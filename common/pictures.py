@@ -40,8 +40,8 @@ def shown_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tup
     """
     if max_pixels < CELL**2 or min_pixels > max_pixels:
         raise ValueError(
-            f"shown_size: got min_pixels {min_pixels}, max_pixels {max_pixels}; the latter is "
-            "the larger"
+            f"shown_size: got min_pixels {min_pixels}, max_pixels {max_pixels}; max_pixels "
+            f"must be at least min_pixels, and {CELL**2}"
         )
     size = (0, 0)
     if 0 < max(width, height) <= MAX_RATIO * min(width, height):

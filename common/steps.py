@@ -90,8 +90,8 @@ class Stopwatch:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """time/* and memory/* of the step; if there are several ranks, their means and maxima. All
-        ranks call it together."""
+        """time/* of the step and memory/*, the highest so far; of several ranks their means and
+        maxima. All ranks call it together."""
         seconds = dict(self.seconds)
         seconds["step"] = time.perf_counter() - self.start
         ranks = gather_objects((seconds, peak_memory_gb(device)))

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan, nan
 from typing import Any
 
@@ -121,6 +121,15 @@ class Episode:
         self.finish_reason = completion.finish_reason
         if completion.finish_reason == "length" and len(self.response_ids) < max_tokens:
             self.finish_reason = "turn_length"
+
+    def untrained(self) -> "Episode":
+        """A copy without a token to train on."""
+        return replace(self, loss_mask=[0] * len(self.loss_mask))
+
+    @property
+    def sample(self) -> tuple[int, int]:
+        """Which sample of which prompt it is."""
+        return self.prompt_index, self.sample_index
 
     @property
     def truncated(self) -> bool:

@@ -121,8 +121,8 @@ def write_page(dump: Path, tokenizer) -> None:
         title = f"{dump.absolute().parent.parent.name}, step {rows[0]['step']}"
         save_with_links(page, rollout_page(title, episodes))
         for neighbour in neighbours(page).values():
-            save_with_links(neighbour, neighbour.read_text(errors="replace"))
-    except (OSError, pa.ArrowInvalid) as error:
+            save_with_links(neighbour, neighbour.read_text("utf-8", errors="replace"))
+    except (OSError, pa.ArrowException) as error:
         # a full disk, or half a file, costs the page, not the run
         print(f"warning: {page} not written ({error})", flush=True)
 
@@ -140,6 +140,8 @@ def read_pictures(dump: Path, rows: list[dict]) -> dict[str, bytes]:
     for row in rows:
         for medium in json.loads(row["media"]):
             names.update(medium["frames"])
+    if not names:  # Arrow cannot look for members of an empty set
+        return {}
     pictures: dict[str, bytes] = {}
     for path in sorted(dump.parent.glob(f"{dump.stem}.media_*.parquet")):
         table = pq.read_table(path, filters=[("hash", "in", names)]).to_pydict()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from jinja2 import TemplateError
 
 from common.data.protocols import spacing
 from common.data.render import (
@@ -21,6 +22,8 @@ from common.data.rows import RowFiles, records
 from common.data.verl import row_problem, to_verl, truth_of
 from common.files import shorten
 from common.hub import EMBEDDED, load_tokenizer, resolve_model
+from common.pictures import BadRow
+from common.printing import printable
 from common.types import Prompt
 
 # column -> the program that reads rows with it
@@ -42,7 +45,7 @@ def show(
     """Print what is in a data file: columns, rows per data_source, prompt lengths (in tokens with
     --tokenizer), and some rows."""
     files = RowFiles([file], "FILE", convert=in_verl_columns)
-    problems = [(record, row_problem(record, needs_truth=False)) for record in files.records()]
+    problems = [(record, problem_of(record)) for record in files.records()]
     usable = [record for record, problem in problems if problem is None]
     print(f"{file}: {len(problems)} rows, {len(problems) - len(usable)} of them unusable")
     if usable:
@@ -51,16 +54,32 @@ def show(
         encode = tokenizer_of(tokenizer, template_args) if tokenizer else None
         show_prompts(usable, encode, row_0_is_usable=problems[0][1] is None)
     for i, (record, problem) in enumerate(problems[:rows]):
-        heading = f"row {i}"
+        text = f"--- row {i}"
         if problem:
-            heading += f", unusable: {problem}"
-        text = json.dumps(record, indent=2, ensure_ascii=False, default=type_in_brackets)
-        print(f"--- {heading}\n{shorten(text, 10**9)}")
+            text += f", unusable: {problem}"
+        if isinstance(record, dict):  # of another line the problem says what it is
+            text += "\n"
+            text += json.dumps(record, indent=2, ensure_ascii=False, default=type_in_brackets)
+        print(shorten(text, 10**9))  # whole, but without what a terminal cannot print
+
+
+def problem_of(record: dict | str) -> str | None:
+    """Why the scripts cannot use this record as a prompt; None if they can."""
+    problem = row_problem(record, needs_truth=False)
+    if problem:
+        return problem
+    try:
+        clean_prompt(record["prompt"])
+    except BadRow as error:
+        return str(error)
+    except (AttributeError, TypeError) as error:  # tool_calls that are no list
+        return f"malformed: {type(error).__name__}: {error}"
+    return None
 
 
 def show_columns(table: pa.Table, record: dict) -> None:
     for name, value in record.items():
-        kind = type(value).__name__
+        kind = type(value).__name__  # rows of JSON are one column of text in Arrow
         if name in table.column_names:
             kind = table.schema.field(name).type
         print(f"  {shorten(name, 200):<16} {kind}")
@@ -84,7 +103,11 @@ def show_prompts(usable: list[dict], encode, row_0_is_usable: bool) -> None:
         show_lengths([len(bare_text(record["prompt"])) for record in usable], "characters")
         return
     prompts = [as_given(record, encode) for record in usable]
-    texts = apply_template(prompts, encode)
+    try:
+        texts = apply_template(prompts, encode)
+    except (TemplateError, TypeError) as error:
+        problem = printable(f"the chat template refuses a prompt: {error}")
+        raise ValueError(problem) from error
     ids_of_texts = encode(texts, add_special_tokens=False)["input_ids"]
     prompt_ids = [beginning_ids(encode, p) + ids for p, ids in zip(prompts, ids_of_texts)]
     show_lengths([len(ids) for ids in prompt_ids], "tokens")
@@ -96,7 +119,8 @@ def show_prompts(usable: list[dict], encode, row_0_is_usable: bool) -> None:
         beginning = encode.decode(beginning_ids(encode, prompts[0]))
         if beginning:
             template += f" behind {beginning}"
-    print(f"--- row 0 as the model sees it, {template}\n{encode.decode(prompt_ids[0])}")
+    text = encode.decode(prompt_ids[0])
+    print(f"--- row 0 as the model sees it, {template}\n{printable(text)}")
 
 
 def show_lengths(lengths: list[int], unit: str) -> None:

@@ -34,8 +34,9 @@ def limited_memory(device: torch.device) -> Iterator[None]:
     if device.type != "cpu" or not resident:
         yield
         return
-    # Not all data are in memory: stacks of threads are hardly touched, and what malloc has given
-    # back is free again. The minimum does not count the latter.
+    # Data that are not in memory: stacks of threads, which are hardly touched, and what malloc has
+    # given back. It may take that again, so the share covers it. At times it is near 0: the minimum
+    # is the stacks alone.
     _untouched[0] = min(_untouched[0], data - resident)
     share = free_memory() // ranks_here() - RESERVE
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -72,7 +73,7 @@ def halve_budget(
     if budget < 256:
         remedy = "use more GPUs" if memory == "GPU memory" else "give the machine more memory"
         raise SystemExit(
-            f"out of {memory} in the update with {budget} tokens: add "
+            f"out of {memory} in the trainer with {budget} tokens: add "
             f"--gradient-checkpointing or {remedy}; then the same command goes on"
         )
     budget //= 2
@@ -82,7 +83,7 @@ def halve_budget(
     can_repeat = world.size == 1 and not str(error).endswith(NO_KERNEL)
     if not can_repeat:
         raise SystemExit(
-            f"out of {memory} in the update: --micro-batch-tokens is now {budget}; the same "
+            f"out of {memory} in the trainer: --micro-batch-tokens is now {budget}; the same "
             f"command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
         )
     say(f"out of {memory}: --micro-batch-tokens is now {budget}, the step is repeated")

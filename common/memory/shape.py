@@ -28,7 +28,7 @@ class ModelShape:
     """Numbers of parameters, and widths: numbers of values of one token in one layer."""
 
     parameters: int  # of the whole model, without adapters
-    frozen: int  # those of a tower that is not trained
+    frozen: int  # those of a tower under --freeze-vision
     adapters: int  # those of LoRA
     root: int  # those outside of layers, which FSDP2 gathers for a whole forward and backward
     head: int  # those of a head that is not tied to the embeddings: a critic has none
@@ -43,7 +43,7 @@ class ModelShape:
     head_norms: int  # norms of queries and keys
     mlp: int  # of a mixture: of the experts that a token visits
     experts: int  # number of experts that a token visits; 0: dense
-    tower: TowerShape | None = None
+    tower: TowerShape | None = None  # None also of a tower that is not trained
 
     @property
     def backbone(self) -> "ModelShape":

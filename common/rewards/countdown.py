@@ -16,7 +16,7 @@ RIGHT, WRONG, NO_TAG = 1.0, 0.1, 0.0
 MAX_CHARACTERS = 512  # of an expression; longer ones are wrong
 MAX_DIGITS = 6  # of a number
 MAX_DEPTH = 50  # of nested parentheses, signs and powers
-MAX_POWER_BITS = 4096  # compat only: of the value of an integer power
+MAX_BITS = 4096  # of a value; in compat also of an integer power
 
 CHARACTERS = re.compile(r"[-+*/(). \t\r\n\f0-9]*")  # of expressions
 # of Python's parser, also for texts that are too deep for it; and of arithmetic
@@ -43,8 +43,8 @@ def score(
 
     compat: TinyZero's rule, to compare curves with it. The tag must stand on the last line; `**`,
     `//`, decimals (1.5 made of 1 and 5) and a unary plus count; Python's floats, within 1e-5. Where
-    TinyZero may evaluate for ever, this does not: a power of more than 4096 bits, nesting deeper
-    than 50 or more than 512 characters are wrong.
+    TinyZero may evaluate for ever, this does not: a power that may have more than 4096 bits,
+    nesting deeper than 50 or more than 512 characters are wrong.
     """
     if mode not in ("strict", "compat"):
         raise ValueError(f"mode is {mode!r}, expected 'strict' or 'compat'")
@@ -108,7 +108,7 @@ def last_line_answer(text: str) -> str | None:
         position = end + len("</answer>")
 
 
-def evaluate(text: str, numbers: list[int], mode: str) -> Fraction | float | None:
+def evaluate(text: str, numbers: list[int], mode: str) -> Fraction | complex | None:
     """Value of the expression; None if it is malformed, too long, or does not use `numbers` exactly
     once each."""
     if len(text) > MAX_CHARACTERS or not CHARACTERS.fullmatch(text):
@@ -120,13 +120,13 @@ def evaluate(text: str, numbers: list[int], mode: str) -> Fraction | float | Non
     line = " ".join(text.split())
     try:
         value = compute(ast.parse(line, mode="eval").body, line, mode)
-        # a longer one could not even be printed
-        return value if abs(value) < 2**MAX_POWER_BITS else None
+        # Python prints integers of at most 4300 digits
+        return value if abs(value) < 2**MAX_BITS else None
     except ERRORS:
         return None
 
 
-def compute(node: ast.expr, line: str, mode: str, depth: int = 1) -> Fraction | float:
+def compute(node: ast.expr, line: str, mode: str, depth: int = 1) -> Fraction | complex:
     """Value of a node of the tree of `line`. ValueError unless it is a number or an operation of
     the mode.
 
@@ -148,10 +148,10 @@ def compute(node: ast.expr, line: str, mode: str, depth: int = 1) -> Fraction | 
 
 
 def bounded_power(base, exponent):
-    """base ** exponent; ValueError if an integer power would exceed MAX_POWER_BITS bits (99**98**97
-    never ends)."""
+    """base ** exponent; ValueError if an integer power may exceed MAX_BITS bits: the bits of the
+    base times the exponent (99**98**97 never ends)."""
     are_integers = type(base) is int and type(exponent) is int
-    if are_integers and abs(base) > 1 and base.bit_length() * exponent > MAX_POWER_BITS:
+    if are_integers and abs(base) > 1 and base.bit_length() * exponent > MAX_BITS:
         raise ValueError(f"{base} ** {exponent} is too large")
     return base**exponent
 

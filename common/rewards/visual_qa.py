@@ -4,7 +4,7 @@ answers.
 The released scorer raises if there is no box, which ends the run; gives -1 for what it cannot
 parse, which shifts the advantages; looks for upper-case options in lower-cased text, so that `B.
 blue` is never B; and takes any text in which the parts of "a, b" occur for that list. Here the
-right answer is 1, anything else 0, and `same` defines what is right.
+right answer is 1, anything else 0; `says_same` and `same_formula` define what is right.
 
 Linear time and no exception, whatever the response; answers that no response could match are an
 error.
@@ -23,10 +23,11 @@ def score_visual_qa(solution: str, answers: list[str] | str) -> dict:
     r"""{"score": 0 | 1, "acc": the same, "pred": short form or "", "anls": 0 or 0.5 to 1} of one
     response.
 
-    score: whether the last complete \boxed{…} is `same` as, or mathematically equal to, any of the
-    answers, which may be boxed too. "pred" of a right one is the first answer, so that votes agree.
-    anls: how close the spelling is.
+    score: whether the last complete \boxed{…} says the same as any of the answers, or is
+    mathematically equal to it; answers may be boxed too. "pred" of a right one is the first answer,
+    so that votes agree. anls: how close the spelling is.
     """
+    # truth_text refuses a mapping, whose keys are no answers
     is_single = isinstance(answers, str | Real | Mapping)
     accepted = [answers] if is_single else answers
     truths = [unboxed(truth_text(answer)) for answer in accepted]
@@ -116,6 +117,14 @@ LETTERS = re.compile(r"(?:[(\[]?[a-k][)\]][\s,;.]*)+")  # what follows "(a)" in 
 COMMA = r"(?:(?<![0-9]),|,(?![0-9]{3}(?![0-9])))"  # but not that of 1,234
 SEPARATOR = re.compile(rf"{COMMA}|&|\band\b")
 TUPLE = re.compile(r"[(\[][^()\[\]]*[)\]]")  # not "(a), (b)"
+# a letter that stands alone, or a command
+SYMBOL = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+# x' and 5!, but not a letter in quotes
+MARKED = re.compile(r"(?<![A-Za-z'\"“‘`])[A-Za-z]'+(?![A-Za-z])|[0-9]!+")
+# in a text with one of these, letters are symbols
+SYMBOLS = re.compile(
+    r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)|[a-z0-9})]\s*[\^_=]", re.IGNORECASE
+)
 
 
 def says_same(answer: str, truth: str) -> bool:
@@ -124,8 +133,8 @@ def says_same(answer: str, truth: str) -> bool:
 
 
 def symbols_differ(answer: str, truth: str) -> bool:
-    r"""Whether one of two texts is a formula, and letters of them differ: \Omega is not \omega, x'
-    not x, 5! not 5."""
+    r"""Whether two texts differ in a prime or a factorial (x' is not x, 5! not 5) or, if letters of
+    one are symbols, only in the case of letters: \Omega is not \omega."""
     answer = typeset(answer)
     truth = typeset(truth)
     if MARKED.findall(answer) != MARKED.findall(truth):
@@ -271,19 +280,15 @@ def quantity(text: str) -> tuple[Fraction, str] | None:
     return value, units.pop() if units else ""
 
 
+SPACE_IN_BRACKETS = re.compile(r"(?<=[(\[]) | (?=[)\]])")  # ( 3, 4 )
+
+
 def words(text: str) -> str:
     without_articles = re.sub(r"\b(?:an?|the)\s+(?=\S)", "", text)
-    return re.sub(rf"{COMMA}\s*|\s+", " ", without_articles)
+    text = re.sub(rf"\s*{COMMA}\s*|\s+", " ", without_articles)
+    return SPACE_IN_BRACKETS.sub("", text)
 
 
-# a letter that stands alone, or a command
-SYMBOL = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
-# x' and 5!, but not a letter in quotes
-MARKED = re.compile(r"(?<![A-Za-z'\"“‘`])[A-Za-z]'+(?![A-Za-z])|[0-9]!+")
-# in a text with one of these, letters are symbols
-SYMBOLS = re.compile(
-    r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)|[a-z0-9})]\s*[\^_=]", re.IGNORECASE
-)
 # a text with one of these is a formula; 18-24 is none, which would equal 19-25
 FORMULA = re.compile(r"\\frac|\\sqrt|\\pi|[√π^]|[\w)}]\s*[+*]\s*[\w({\\]")
 

@@ -31,12 +31,13 @@ def dump_rollouts(
 ) -> Path:
     """Write folder/step_NNNNNN.parquet: all episodes of all ranks. Returns its path.
 
-    advantages: one for each of `trained`; for other episodes the file has null.
+    advantages: one for each of `trained`; for other episodes the file has null. The loss_mask is
+    that of `sampled`, also where --mask-truncated trains on a copy with another.
     micro_batch_tokens: those of the update, whose last bits depend on them. Before this file each
     rank writes its pictures to step_NNNNNN.media_RANK.parquet: {hash, bytes}.
     """
     path = folder / f"step_{step:06d}.parquet"
-    advantage_of = {id(episode): advantage for episode, advantage in zip(trained, advantages)}
+    advantage_of = {e.sample: advantage for e, advantage in zip(trained, advantages)}
     pictures = DumpedMedia()
     rows = []
     for episode in sampled:
@@ -47,7 +48,7 @@ def dump_rollouts(
         row["step"] = step
         row["ranks"] = world.size
         row["rank"] = world.rank
-        row["advantage"] = advantage_of.get(id(episode))
+        row["advantage"] = advantage_of.get(episode.sample)
         row["micro_batch_tokens"] = micro_batch_tokens
         row["prompt"] = tokenizer.decode(episode.prompt_ids)
         row["completion"] = tokenizer.decode(episode.response_ids)

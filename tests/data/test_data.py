@@ -1070,6 +1070,42 @@ def test_look_shows_the_token_that_a_text_begins_with(tmp_path, tokenizer, capsy
     assert "--- row 0 as the model sees it, as it stands behind <s>\n<s>What?" in shown
 
 
+def test_look_counts_rows_whose_calls_cannot_be_rendered_as_unusable(tmp_path, tokenizer, capsys):
+    tokenizer.save_pretrained(tmp_path / "tok")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    bad = [*turns[:1], turns[1] | {"tool_calls": [{"function": {"arguments": "{oops"}}]}]
+    number = [*turns[:1], turns[1] | {"tool_calls": 7}]
+    file = write(tmp_path / "a.jsonl", [row(), row(prompt=bad), row(prompt=number)])
+    show(Path(file), str(tmp_path / "tok"), rows=3)
+    shown = capsys.readouterr().out
+    assert "3 rows, 2 of them unusable" in shown and "prompt tokens: min" in shown
+    assert "--- row 1, unusable: arguments of tool_calls: '{oops' is no JSON" in shown
+    assert "--- row 2, unusable: malformed: TypeError: " in shown
+
+
+def test_look_says_what_a_chat_template_refuses(tmp_path, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('System role not\x1b supported') }}"
+    tokenizer.save_pretrained(tmp_path / "tok")
+    message = "^the chat template refuses a prompt: System role not\ufffd supported$"
+    with pytest.raises(ValueError, match=message):
+        show(Path(write(tmp_path / "a.jsonl", [row()])), str(tmp_path / "tok"))
+
+
+def test_look_lets_no_row_steer_the_terminal(tmp_path, tokenizer, capsys):
+    tokenizer.save_pretrained(tmp_path / "tok")
+    show(Path(write(tmp_path / "a.jsonl", [row("a\x1b[2J \u202e b")])), str(tmp_path / "tok"))
+    shown = capsys.readouterr().out
+    assert "as the model sees it" in shown and not {"\x1b", "\u202e"} & set(shown)
+
+
+def test_look_gives_the_reason_for_a_line_that_is_no_object_once(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    file.write_text(f"{json.dumps(row())}\n[1, 2]\n")
+    show(file)
+    assert capsys.readouterr().out.count("a JSON list, expected an object") == 1
+
+
 def test_command_line_without_the_file(tmp_path):
     done = run_script("-m", "common.look", tmp_path / "nothing.jsonl", check=False)
     assert done.returncode == 1

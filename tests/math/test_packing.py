@@ -167,7 +167,7 @@ def test_the_run_folder_remembers_the_budget_that_fits(case, world):
 
 
 def test_an_attempt_ends_below_128_tokens_and_at_other_errors(case):
-    message = "out of GPU memory in the update with 128 tokens: add --gradient-check"
+    message = "out of GPU memory in the trainer with 128 tokens: add --gradient-check"
     with pytest.raises(SystemExit, match=message):
         gradients(case, case.minibatches[0], [0] * 9)
 
@@ -275,7 +275,7 @@ def test_the_run_ends_if_onednn_cannot_create_a_kernel(case):
     def update(policy):
         raise RuntimeError("could not create a primitive")
 
-    message = "out of memory in the update: --micro-batch-tokens is now 256; the same"
+    message = "out of memory in the trainer: --micro-batch-tokens is now 256; the same"
     with pytest.raises(SystemExit, match=message):
         case.packer.attempt(update, case.policy)
     assert (case.packer.run_dir / "micro_batch_tokens").read_text() == "256"
@@ -288,7 +288,7 @@ def test_several_ranks_halve_and_exit(case, tmp_path):
     with pytest.raises(SystemExit, match=message):
         halve_budget(BUDGET, case.policy, two_ranks, tmp_path, torch.OutOfMemoryError())
     assert (tmp_path / "micro_batch_tokens").read_text() == "256"
-    with pytest.raises(SystemExit, match=r"out of .* in the update with 255 tokens: add"):
+    with pytest.raises(SystemExit, match=r"out of .* in the trainer with 255 tokens: add"):
         halve_budget(255, case.policy, two_ranks, tmp_path, torch.OutOfMemoryError())
 
 

@@ -116,6 +116,9 @@ RIGHT = [  # answer, ground truth
     ("July 4 2020", "July 4, 2020"),
     ("July 4,2020", "July 4 2020"),
     ("(3,4)", "(3, 4)"),
+    ("(3 , 4)", "(3, 4)"),
+    ("( 3, 4 )", "(3,4)"),
+    ("[red , blue ]", "[red, blue]"),
     # words
     ("Blue.", "blue"),
     ("  dark \n blue ", "Dark  Blue"),

@@ -1,6 +1,7 @@
 """Runs in which nothing is trained: no token is left, or nothing but an evaluation was asked
 for."""
 
+import pyarrow.parquet as pq
 import pytest
 from helpers import metrics_of, run_script
 
@@ -30,6 +31,8 @@ def test_a_step_without_a_token_has_no_loss_and_no_kl(script, tmp_path):
         2,
         "--minibatches",
         1,
+        "--dump-rollouts-every",
+        1,
     ]
     options += ["--critic-warmup-steps", 0] if script == "ppo.py" else []
     run_script(
@@ -47,6 +50,8 @@ def test_a_step_without_a_token_has_no_loss_and_no_kl(script, tmp_path):
             "policy/entropy",
             "optim/grad_norm",
         } & set(step)
+    for row in pq.read_table(tmp_path / "rollouts/step_000001.parquet").to_pylist():
+        assert set(row["loss_mask"]) == {1}, "a dump says what was sampled, not what was trained"
 
 
 def test_an_evaluation_needs_no_step_left_for_the_policy(tmp_path):

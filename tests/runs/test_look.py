@@ -139,6 +139,43 @@ def test_pictures_come_from_the_files_beside_a_dump(tmp_path, world):
     assert "<image " not in page and "unreadable image" in page
 
 
+def test_the_first_pictures_may_be_of_a_prompt_that_the_page_leaves_out(
+    tmp_path, world, capsys
+):
+    episodes = random_episodes(seed=2, prompts=10, samples=1)
+    episodes[9].media = [Media.open("image", [picture(56, 56, 1)], LIMITS)]
+    path = dump_rollouts(tmp_path, 3, episodes, [], [], build_tokenizer(), world)
+    write_page(path, build_tokenizer())
+    assert "not written" not in capsys.readouterr().out
+    page = path.with_suffix(".html").read_text()
+    assert "<h2>Prompt 7</h2>" in page and "<image " not in page
+
+
+def test_what_arrow_cannot_read_costs_the_page_but_not_the_run(
+    tmp_path, tokenizer, world, capsys
+):
+    episodes = random_episodes(seed=3, prompts=1, samples=2)
+    path = dump_rollouts(tmp_path, 1, episodes, [], [], tokenizer, world)
+    pq.write_table(pa.table({"prompt_index": [["a list"]]}), path)
+    write_page(path, tokenizer)
+    assert "step_000001.html not written" in capsys.readouterr().out
+
+
+def test_neighbours_stay_utf_8_in_other_locales(run_dir, tokenizer, monkeypatch):
+    one, two = (run_dir / f"rollouts/step_00000{step}.parquet" for step in (1, 2))
+    write_page(one, tokenizer)
+    page = one.with_suffix(".html")
+    page.write_text(page.read_text("utf-8").replace("</h1>", ": é漢</h1>"), "utf-8")
+    real = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, encoding=None, errors=None: real(path, encoding or "latin-1", errors),
+    )
+    write_page(two, tokenizer)
+    assert ": é漢</h1>" in page.read_bytes().decode()
+
+
 def test_pictures_are_shared_as_they_were(tmp_path, world):
     """Not because they are equal: the packer encodes each object once, and a replay is to round as
     the step did."""
