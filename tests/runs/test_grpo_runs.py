@@ -1,5 +1,5 @@
 """grpo.py as its users run it: ranks, real vLLM, the embedded policy; kill, resume and replay of
-one whole run."""
+one whole run, which chooses --micro-batch-tokens: one number for all ranks, kept by both."""
 
 import json
 import shutil
@@ -14,25 +14,83 @@ from safetensors.torch import load_file
 from scripted import LIMITS
 
 from common.export import Args, main
+from common.flags import Data, Machine, Rollout, Run
+from common.hub import FOLDERS
+from common.job import Job
+from common.memory.plan import memory_phases
+from common.precision import choose_dtype
 from common.rollout.dumps import load_rollouts
 
-OPTIONS = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 16]
+OPTIONS = ["--model", "tiny", "--prompts-per-step", 6, "--samples-per-prompt", 4]
+OPTIONS += ["--max-prompt-tokens", 64, "--max-response-tokens", 16, "--max-rows", 64]
 OPTIONS += ["--reward-function", ROOT / "tests/workers/kinds.py:kinds", "--temperature", 2.0]
-OPTIONS += ["--max-rows", 64, "--eval-rows", 8, "--eval-every", 0]
+OPTIONS += ["--eval-rows", 8, "--eval-every", 0, "--learning-rate", 1e-4]
 OPTIONS += ["--total-steps", 3, "--save-every", 1, "--keep-checkpoints", 3]
 OPTIONS += ["--minibatches", 2, "--kl-loss-coef", 0.01, "--kl-estimator", "k3-is"]
 OPTIONS += ["--dump-rollouts-every", 1, *LITTLE_CACHE]
+ROLLOUT = Rollout(max_prompt_tokens=64, max_response_tokens=16, engine_memory=LITTLE_CACHE[1])
+
+
+def free_for(tokens: int) -> float:
+    """Gigabytes of which nine tenths are just enough for a micro-batch."""
+    machine = Machine(micro_batch_tokens=tokens, attention="sdpa")
+    dtype, tiny = choose_dtype("auto", torch.device("cpu"))[0], [str(FOLDERS["tiny"])]
+    gb = memory_phases(ROLLOUT, machine, 2, dtype, tiny, tiny, on_gpu=False)
+    assert gb["rollout"] < gb["update"]
+    return 1.001 * gb["update"] / 0.9
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run; beside it `killed`, what a kill after step 2 would have left of it. A
-    step is logged before it is saved: the checkpoint is that of step 1."""
+def run(tmp_path_factory):
+    """An uninterrupted run, on ranks with much and with little memory; beside it `killed`, what a
+    kill after step 2 would have left of it. A step is logged before it is saved: the checkpoint is
+    that of step 1."""
     runs = tmp_path_factory.mktemp("runs")
-    copy = {"LOGGED_STEP": "2", "COPY": str(runs / "killed")}
-    worker = ROOT / "tests" / "workers" / "snapshot.py"
-    run_script(worker, *OPTIONS, "--output-dir", runs / "whole", ranks=2, env=copy)
-    return runs / "whole"
+    env = {"LOGGED_STEP": "2", "COPY": str(runs / "killed"), "FREE_GB": f"16,{free_for(256)}"}
+    worker = ROOT / "tests" / "workers" / "observed.py"
+    done = run_script(worker, *OPTIONS, "--output-dir", runs / "whole", ranks=2, env=env)
+    return runs / "whole", done.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(run):
+    return run[0]
+
+
+def micro_batch_tokens(folder) -> int:
+    return json.loads((folder / "config.json").read_text())["args"]["micro_batch_tokens"]
+
+
+def test_the_tightest_rank_decides_before_the_first_update(run):
+    folder, output = run
+    assert "; --micro-batch-tokens 256 chosen to fit into 90% of what is free" in output
+    assert micro_batch_tokens(folder) == 256
+    for step in (1, 2, 3):
+        record = json.loads((folder / f"checkpoints/step_{step:06d}/trainer.json").read_text())
+        dump = pq.read_table(folder / f"rollouts/step_{step:06d}.parquet")
+        assert record["micro_batch_tokens"] == 256 and set(
+            dump["micro_batch_tokens"].to_pylist()
+        ) == {256}
+
+
+def test_a_resume_takes_them_and_a_typed_number_wins(whole, world, tmp_path, monkeypatch):
+    """From another folder, whatever is free there; a run that begins anew chooses anew."""
+    monkeypatch.setattr("common.job.init_world", lambda *_: world)
+    monkeypatch.setattr("common.memory.plan.free_memory", lambda: 16e9)
+    checkpoint = str(whole / "checkpoints/step_000001")
+    for resume, typed, expected in (
+        (checkpoint, None, 256),
+        (checkpoint, 64, 64),
+        ("never", None, 16_384),
+    ):
+        run = Run(model="tiny", output_dir=tmp_path, resume=resume)
+        job = Job("grpo", Data(), Machine(micro_batch_tokens=typed), run, demo=False, record=False)
+        job.plan_memory(ROLLOUT, trained=[job.path], frozen=[])
+        assert job.micro_batch_tokens == expected
+
+
+def data_of(folder) -> list[str]:
+    return [f"--{part}-data={folder / 'data' / part}.parquet" for part in ("train", "eval")]
 
 
 def check_resumed(whole, folder, start: int) -> None:
@@ -76,8 +134,7 @@ def test_a_resume_equals_an_uninterrupted_run(whole, tmp_path):
 def test_a_resume_with_another_reference_is_refused(whole, tmp_path):
     """The policy's weights come from the checkpoint, those that KL is charged against from
     --model."""
-    data = [f"--{part}-data={whole / 'data' / part}.parquet" for part in ("train", "eval")]
-    options = [*OPTIONS, "--engine", "hf", *data, "--resume", whole / "checkpoints" / "step_000002"]
+    options = [*OPTIONS, "--engine", "hf", *data_of(whole), "--resume", whole / "checkpoints" / "step_000002"]
     run = ["--model", other_weights(tmp_path / "model"), "--output-dir", tmp_path / "run"]
     done = run_script("grpo.py", *options, *run, check=False)
     assert done.returncode == 1 and "is of another reference, " in done.stderr, done.stderr
@@ -94,19 +151,20 @@ def test_the_export_of_a_checkpoint_of_two_ranks_is_the_runs_model(whole, tmp_pa
 def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path, ranks, fresh):
     """`fresh`: the second half is started by torchrun, so a forked run equals one by torchrun,
     too."""
-    folder = tmp_path / "killed"
+    folder, options = tmp_path / "killed", [*OPTIONS, "--micro-batch-tokens", 256]
     if ranks == 1:
-        run_script("grpo.py", *OPTIONS, "--output-dir", tmp_path / "whole", ranks=1)
-    kill_once("grpo.py", *OPTIONS, "--output-dir", folder, ranks=ranks, after_step=2)
+        run_script("grpo.py", *options, "--output-dir", tmp_path / "whole", ranks=1)
+    kill_once("grpo.py", *options, "--output-dir", folder, ranks=ranks, after_step=2)
     latest = (folder / "checkpoints" / "latest").read_text()  # the kill may come after the save
-    run_script("grpo.py", *OPTIONS, "--output-dir", folder, ranks=ranks, fresh=fresh)
+    run_script("grpo.py", *options, "--output-dir", folder, ranks=ranks, fresh=fresh)
     check_resumed(whole if ranks == 2 else tmp_path / "whole", folder, start=int(latest[-6:]))
 
 
 def test_replay_repeats_an_update_bit_for_bit(whole, tmp_path):
     replay = ["--resume", whole / "checkpoints/step_000002", "--output-dir", tmp_path / "replay"]
-    replay += ["--replay", whole / "rollouts/step_000003.parquet"]
+    replay += ["--replay", whole / "rollouts/step_000003.parquet", *data_of(whole)]
     run_script("grpo.py", *OPTIONS, *replay, ranks=2)
+    assert micro_batch_tokens(tmp_path / "replay") == 256, "another folder takes them, too"
     weights = [
         (run / "model" / "model.safetensors").read_bytes() for run in (whole, tmp_path / "replay")
     ]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, steps_of
 from model_folders import other_weights
 from safetensors.torch import load_file
 
@@ -25,13 +25,14 @@ OPTIONS = [
     "--samples-per-prompt",
     4,
     "--max-response-tokens",
-    64,
+    16,
     "--max-rows",
     64,
     *LORA,
 ]
+OPTIONS += ["--reward-function", ROOT / "tests/workers/kinds.py:kinds", "--temperature", 2.0]
 OPTIONS += ["--eval-rows", 8, "--no-eval-before", "--eval-every", 0, *LITTLE_CACHE]
-STEPS = ["--total-steps", 4, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
+STEPS = ["--total-steps", 3, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
 STEPS += ["--kl-loss-coef", 0.01, "--kl-estimator", "k3-is"]
 
 
@@ -48,15 +49,15 @@ def test_adapters_are_trained_sampled_from_saved_and_exported(whole):
     folder, said = whole
     assert said.startswith("LoRA of rank 4, --learning-rate 0.001\n"), said
     steps = steps_of(folder)
-    for step in (1, 2, 3, 4):
-        assert steps[step]["policy/rollout_logprob_gap"] < 1e-5
-    assert steps[1]["policy/kl_to_ref"] == 0 < 1e-5 < steps[4]["policy/kl_to_ref"], (
+    for step in (1, 2, 3):
+        assert steps[step]["policy/rollout_logprob_gap"] < 1e-5 and steps[step]["optim/grad_norm"]
+    assert steps[1]["policy/kl_to_ref"] == 0 < 1e-5 < steps[3]["policy/kl_to_ref"], (
         "the reference is the base"
     )
     base = load_file(FOLDERS["tiny"] / "model.safetensors")
     state = sum(
         file.stat().st_size
-        for file in (folder / "checkpoints/step_000004/state").glob("*.safetensors")
+        for file in (folder / "checkpoints/step_000003/state").glob("*.safetensors")
     )
     adapter = load_file(folder / "model" / "adapter" / "adapter_model.safetensors")
     assert (
@@ -168,7 +169,7 @@ def test_with_vllm(tmp_path, ranks, dtype, strategy):
 
 @pytest.mark.slow
 def test_vllm_has_the_adapters_after_a_resume_and_reads_the_export(tmp_path):
-    options = [*OPTIONS, *STEPS, "--output-dir"]
+    options = [*OPTIONS, *STEPS, "--total-steps", 4, "--output-dir"]
     run_script("grpo.py", *options, tmp_path / "run")
     again = ["--resume", tmp_path / "run/checkpoints/step_000002"]
     run_script("grpo.py", *options, tmp_path / "again", *again)
