@@ -25,23 +25,22 @@ OPTIONS = [
     "--samples-per-prompt",
     4,
     "--max-response-tokens",
-    16,
+    64,
     "--max-rows",
     64,
     *LORA,
 ]
-OPTIONS += ["--reward-function", ROOT / "tests/workers/kinds.py:kinds", "--temperature", 2.0]
 OPTIONS += ["--eval-rows", 8, "--no-eval-before", "--eval-every", 0, *LITTLE_CACHE]
-STEPS = ["--total-steps", 3, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
+STEPS = ["--total-steps", 4, "--save-every", 1, "--keep-checkpoints", 9, "--dump-rollouts-every", 1]
 STEPS += ["--kl-loss-coef", 0.01, "--kl-estimator", "k3-is"]
+SHORT = [*OPTIONS, *STEPS, "--engine", "hf", "--total-steps", 3, "--max-response-tokens", 16]
+SHORT += ["--reward-function", ROOT / "tests/workers/kinds.py:kinds", "--temperature", 2.0]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    done = run_script(
-        "grpo.py", *OPTIONS, *STEPS, "--engine", "hf", "--output-dir", folder, ranks=2
-    )
+    done = run_script("grpo.py", *SHORT, "--output-dir", folder, ranks=2)
     return folder, done.stdout
 
 
@@ -79,10 +78,8 @@ def test_adapters_are_trained_sampled_from_saved_and_exported(whole):
 @pytest.mark.slow
 def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
     folder = tmp_path / "killed"
-    kill_once(
-        "grpo.py", *OPTIONS, *STEPS, "--engine", "hf", "--output-dir", folder, ranks=2, after_step=2
-    )
-    run_script("grpo.py", *OPTIONS, *STEPS, "--engine", "hf", "--output-dir", folder, ranks=2)
+    kill_once("grpo.py", *SHORT, "--output-dir", folder, ranks=2, after_step=2)
+    run_script("grpo.py", *SHORT, "--output-dir", folder, ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(folder))
     assert steps_of(folder) == steps_of(whole[0])
     for file in ("model/model.safetensors", "model/adapter/adapter_model.safetensors"):
@@ -99,18 +96,8 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
 def test_a_resume_with_other_adapters_or_another_base_is_refused(whole, tmp_path, change, told):
     model = ["--model", FOLDERS["tiny"] if change else other_weights(tmp_path / "model")]
     data = [f"--{part}-data={whole[0] / 'data' / part}.parquet" for part in ("train", "eval")]
-    options = [
-        *OPTIONS,
-        *STEPS,
-        *model,
-        *data,
-        "--resume",
-        whole[0] / "checkpoints/step_000002",
-        *change,
-    ]
-    refused = run_script(
-        "grpo.py", *options, "--engine", "hf", "--output-dir", tmp_path / "run", check=False
-    )
+    options = [*SHORT, *model, *data, "--resume", whole[0] / "checkpoints/step_000002", *change]
+    refused = run_script("grpo.py", *options, "--output-dir", tmp_path / "run", check=False)
     assert refused.returncode == 1 and told in refused.stderr, refused.stderr
 
 
@@ -169,7 +156,7 @@ def test_with_vllm(tmp_path, ranks, dtype, strategy):
 
 @pytest.mark.slow
 def test_vllm_has_the_adapters_after_a_resume_and_reads_the_export(tmp_path):
-    options = [*OPTIONS, *STEPS, "--total-steps", 4, "--output-dir"]
+    options = [*OPTIONS, *STEPS, "--output-dir"]
     run_script("grpo.py", *options, tmp_path / "run")
     again = ["--resume", tmp_path / "run/checkpoints/step_000002"]
     run_script("grpo.py", *options, tmp_path / "again", *again)
