@@ -91,10 +91,10 @@ def test_a_tokenizer_that_truncates_is_ready_for_threads(tmp_path):
     """Its file says so; the first call would change that, in several threads at once: "Already
     borrowed"."""
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "tiny")
-    file, texts = folder / "tokenizer.json", ["word " * 1_000] * 24
+    file, texts = folder / "tokenizer.json", ["word " * 2_000] * 64
     truncation = {"direction": "Right", "max_length": 7, "strategy": "LongestFirst", "stride": 0}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": truncation}))
-    for _ in range(3):
+    for _ in range(5):
         tokenizer = load_tokenizer(str(folder))
         with ThreadPoolExecutor(8) as threads:
             assert {len(ids) for ids in threads.map(tokenizer.encode, texts)} == {
