@@ -240,18 +240,28 @@ SPARSE = GROUPED | {
 }
 
 
-@pytest.mark.parametrize(
-    "config, device",
-    [
-        (Qwen2Config(**GROUPED), "meta"),
-        (Qwen2Config(**ODD), "meta"),
-        (LlamaConfig(**GROUPED), "meta"),
-        (Qwen3Config(**GROUPED, head_dim=128), "meta"),
-        (Qwen3MoeConfig(**SPARSE), "cpu"),
-    ],
-    ids=lambda value: getattr(value, "model_type", None),
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+KEPT = [
+    ("qwen2", Qwen2Config(**GROUPED), "meta"),
+    ("qwen2_odd", Qwen2Config(**ODD), "meta"),
+    ("llama", LlamaConfig(**GROUPED), "meta"),
+    ("qwen3", Qwen3Config(**GROUPED, head_dim=128), "meta"),
+    ("qwen3_moe", Qwen3MoeConfig(**SPARSE), "cpu"),
+]
+CASES = [
+    pytest.param(
+        config,
+        device,
+        dtype,
+        id=f"{name}-{dtype}",
+        # experts compute on a CPU, which takes long
+        marks=pytest.mark.slow if (device, dtype) == ("cpu", torch.float32) else [],
+    )
+    for name, config, device in KEPT
+    for dtype in (torch.bfloat16, torch.float32)
+]
+
+
+@pytest.mark.parametrize("config, device, dtype", CASES)
 def test_activations_are_those_that_autograd_keeps(config, device, dtype, tmp_path, monkeypatch):
     """Eager; with flex attention and SDPA, whose kernels keep their inputs, their outputs and a sum
     for each head."""
@@ -403,7 +413,13 @@ TYPED = [({}, None), ({}, 8), ({"micro_batch_tokens": 16_384}, 8)]  # flags, cac
 ADVISED = random.Random(0).sample(list(product(SHAPES, CARDS, [0, 1], TYPED)), 30)
 
 
-@pytest.mark.parametrize("name, card, sleep_level, typed", ADVISED)
+@pytest.mark.parametrize(
+    "name, card, sleep_level, typed",
+    [
+        pytest.param(*case, marks=[] if place < 10 else pytest.mark.slow)
+        for place, case in enumerate(ADVISED)
+    ],
+)
 def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
     free, ranks = card
     flags, cache = typed

@@ -6,14 +6,14 @@ Runs that are compared with runs (killed, replayed, on other ranks) would all ag
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import run_script, steps_of
+from helpers import LITTLE_CACHE, run_script, steps_of
 from model_folders import save_reward_model
 from transformers import AutoModelForCausalLM
 
 from common.export import Args, main
 from common.hub import FOLDERS
 
-LONGEST, BUFFER, FLOOR, RATE, TEMPERATURE = 112, 100, 0.5, 1e-3, 2.0
+LONGEST, BUFFER, FLOOR, RATE, TEMPERATURE = 40, 30, 0.5, 1e-3, 2.0
 RUN = [
     "--engine",
     "hf",
@@ -47,7 +47,7 @@ RUN += [
     "--learning-rate",
     RATE,
 ]
-RUN += ["--lr-schedule", "linear", "--lr-floor", FLOOR, "--warmup-steps", 0, "--total-steps", 2]
+RUN += ["--lr-schedule", "linear", "--lr-floor", FLOOR, "--warmup-steps", 0]
 RUN += ["--temperature", TEMPERATURE]
 
 
@@ -98,6 +98,7 @@ def grpo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grpo")
     options = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--advantage", "group-mean"]
     options += ["--kl-reward-coef", 0.5, "--kl-loss-coef", 0.3, "--output-dir", folder]
+    options += ["--total-steps", 2, "--eval-rows", 24]
     run_script("grpo.py", *RUN, *options, ranks=2)
     return folder
 
@@ -149,6 +150,22 @@ def test_a_step_of_grpo(grpo, tmp_path, step):
     assert record["optim/lr"] == pytest.approx(RATE * [1.0, 1 - (1 - FLOOR) / 2][step - 1])
 
 
+def test_the_export_scores_the_same_in_vllm_and_transformers(grpo, tmp_path):
+    """By itself in both engines what the run's own evaluation measured, after two visible steps."""
+    options = ["--eval-only", "--model", grpo / "model", "--eval-rows", 24, "--dtype", "fp32"]
+    options += ["--eval-data", grpo / "data" / "eval.parquet", "--max-response-tokens", LONGEST]
+    trained = pq.read_table(grpo / "eval/step_000002.parquet").to_pylist()
+    for engine in ("vllm", "hf"):
+        folder = tmp_path / engine
+        run_script("grpo.py", *options, "--engine", engine, *LITTLE_CACHE, "--output-dir", folder)
+        samples = pq.read_table(folder / "eval_samples.parquet").to_pylist()
+        right = sum(sample["correct"] for sample in samples)
+        assert 0 < right < len(samples) == 24
+        assert right / len(samples) == steps_of(grpo)[2]["eval/accuracy"], engine
+        same = [s["completion"] == other["completion"] for s, other in zip(samples, trained)]
+        assert sum(same) >= 22, "but for a token or two that are equally probable"
+
+
 def test_the_first_step_of_ppo(tmp_path):
     """Its values are 0, so that estimates are discounted rewards: of the rule, the reward model,
     and the limit."""
@@ -160,10 +177,8 @@ def test_the_first_step_of_ppo(tmp_path):
         "--reward-model-weight",
         weight,
     ]
-    options += ["--critic-warmup-steps", 0]
-    run_script(
-        "ppo.py", *RUN, *options, "--prompts-per-step", 8, "--output-dir", tmp_path / "run", ranks=2
-    )
+    options += ["--critic-warmup-steps", 0, "--total-steps", 1, "--prompts-per-step", 8]
+    run_script("ppo.py", *RUN, *options, "--output-dir", tmp_path / "run", ranks=2)
     model = plain(FOLDERS["tiny"])
     rows, record = rows_of(tmp_path / "run", 1), steps_of(tmp_path / "run")[1]
     logprobs_of, estimates, returns = [], [], []
