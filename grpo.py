@@ -696,16 +696,16 @@ def main(args: Args, demo: bool = False) -> None:
                 sync_engine(engine, policy, step)
             sampled, episodes = collect_groups(rollouts, args, step, watch)
             engine.sleep()
-        masked = episodes  # of these the dump keeps the loss_mask
-        if args.mask_truncated:
-            masked = [e.untrained() if e.truncated else e for e in episodes]
 
         # 4. update
-        index = TokenIndex(masked)
-        tokens = Tokens.of(masked, index, device)
         trained_prompts = prompts_of_all_ranks(episodes)
         split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
-        minibatches = packer.minibatches(masked, index, split)
+        unmasked = episodes  # of these a dump keeps the loss_mask
+        if args.mask_truncated:
+            episodes = [e.untrained() if e.truncated else e for e in episodes]
+        index = TokenIndex(episodes)
+        tokens = Tokens.of(episodes, index, device)
+        minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
             # The first update computes the old log-probs of its minibatch anyway, but the KL in
             # the reward needs all of them now.
@@ -727,7 +727,7 @@ def main(args: Args, demo: bool = False) -> None:
         advantages = group_advantages(scores, groups, args.advantage)  # [E]
         tokens.advantages = advantages[index.episode_of_token].to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
-            rollouts.dump(step + 1, sampled, episodes, advantages.tolist(), packer.budget)
+            rollouts.dump(step + 1, sampled, unmasked, advantages.tolist(), packer.budget)
 
         lr = args.learning_rate * lr_factor(
             step,

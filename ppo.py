@@ -738,16 +738,16 @@ def main(args: Args, demo: bool = False) -> None:
             engine.sleep()
             # those whose scoring has not failed
             episodes = [episode for episode in sampled if math.isfinite(episode.score)]
-        masked = episodes  # of these the dump keeps the loss_mask
-        if args.mask_truncated:
-            masked = [e.untrained() if e.truncated else e for e in episodes]
 
         # 4. update
-        index = TokenIndex(masked)
-        tokens = Tokens.of(masked, index, device)
         trained_prompts = prompts_of_all_ranks(episodes)
         split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
-        minibatches = packer.minibatches(masked, index, split)
+        unmasked = episodes  # of these a dump keeps the loss_mask
+        if args.mask_truncated:
+            episodes = [e.untrained() if e.truncated else e for e in episodes]
+        index = TokenIndex(episodes)
+        tokens = Tokens.of(episodes, index, device)
+        minibatches = packer.minibatches(episodes, index, split)
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
             # The first update computes the old log-probs of its minibatch anyway, but the KL in
@@ -775,7 +775,7 @@ def main(args: Args, demo: bool = False) -> None:
         tokens.advantages = advantages.to(device)
         if due(step + 1, args.rollout.dump_rollouts_every):
             mean_advantages = index.sums(advantages) / index.lengths.clamp(min=1)  # [E]
-            rollouts.dump(step + 1, sampled, episodes, mean_advantages.tolist(), packer.budget)
+            rollouts.dump(step + 1, sampled, unmasked, mean_advantages.tolist(), packer.budget)
 
         decay = partial(
             lr_factor,
