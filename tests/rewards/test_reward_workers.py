@@ -299,7 +299,7 @@ def test_a_forked_child_that_comes_back_is_ignored(start):
     [
         ("leave child", "timeout after 1 s"),
         ("fork and die", "the worker died (exit code 3)"),
-        ("leave daemon and spin", "timeout after 1 s"),
+        ("leave daemon and hang", "timeout after 1 s"),
         ("leave daemon and die", "the worker died (exit code 3)"),
     ],
 )
@@ -409,7 +409,7 @@ def test_sigkill_of_the_trainer_leaves_no_worker(spec, tmp_path):
         "pool = RewardWorkers(sys.argv[1], 3, 600.0)\n"
         "pool.score([('test', '3', 7, {})] * 3)\n"  # more than one job at a time: all are started
         "print(*(worker.process.pid for worker in pool.workers), flush=True)\n"
-        "texts = ['leave daemon and spin', 'hang']\n"
+        "texts = ['leave daemon and hang', 'hang']\n"
         "pool.score([('test', text, 7, {'file': sys.argv[2]}) for text in texts])\n"
     )
     command = [sys.executable, script, spec, tmp_path / "hangs"]
