@@ -135,7 +135,7 @@ def write_to_trainer(data):  # as the worker does
 
 def drip():
     write_to_trainer((1000).to_bytes(8, "big") + b"{")
-    spin()
+    time.sleep(600)
 
 
 def trickle():
@@ -171,8 +171,8 @@ ACTIONS = {
     "no score": lambda: {"reward": 1.0},
     "object": lambda: Result(1.0),
     "fork": lambda: 1.0 if os.fork() else 7.0,
-    "leave child": lambda: leave_child(spin),
-    "leave daemon and spin": lambda: leave_daemon(spin),
+    "leave child": lambda: leave_child(sleep_on),
+    "leave daemon and hang": lambda: leave_daemon(sleep_on),
     "leave daemon and die": lambda: leave_daemon(lambda: os._exit(3)),
     "terminate fork": lambda: terminated(lambda: started_by("fork"), wait_for),
     "terminate spawn": lambda: terminated(lambda: started_by("spawn"), wait_for),

@@ -1,8 +1,8 @@
 """Failing well: one rank ends all, torchrun starts them again, its own end is theirs; a stall is
-shown, SIGTERM saves, Ctrl-C is one line, a full disk costs a checkpoint and no more."""
+shown, Ctrl-C is one line, a full disk costs a checkpoint and no more. What SIGTERM saves:
+test_grpo_faults.py."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,11 +70,11 @@ def test_a_rank_that_raises_ends_all_and_its_trace_comes_first():
 
 
 def test_a_rank_that_is_killed_ends_all():
-    output, seconds = run_fault("sigkill")
-    assert seconds < 50
+    done = run_script(FAULTS, "sigkill", ranks=2, check=False, timeout=50)
+    assert done.returncode != 0
     assert (
-        "[rank 0] RuntimeError: " in output
-        and "killed (signal 9) has most often run out of memory" in output
+        "[rank 0] RuntimeError: " in done.stderr
+        and "killed (signal 9) has most often run out of memory" in done.stderr
     )
 
 
@@ -98,27 +99,31 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def rank_variables(number: int, of: int, port: int) -> dict[str, str]:
+    """As if each rank were on a machine of its own."""
+    own = {"RANK": number, "WORLD_SIZE": of, "LOCAL_RANK": 0}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in own.items()}
+
+
+def one_rank(fault: str, number: int = 0, of: int = 1, port: int = 0, **extra: str) -> tuple:
+    """(what it has said, its exit code) of a rank of faults.py. Not what breaks a long silence, in
+    which the warm process may have begun."""
+    own = rank_variables(number, of, port) if of > 1 else {}
+    done = run_script(FAULTS, fault, check=False, env=own | extra, timeout=60)
+    lines = (done.stdout + done.stderr).splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("... ")), done.returncode
+
+
 @pytest.fixture
 def rank():
-    """rank(FAULT, 1, of=2, port=PORT): a rank of faults.py, as if on a machine of its own."""
+    """rank(FAULT): the only rank of faults.py, to which a test sends signals."""
     started = []
 
-    def start(
-        fault: str, number: int = 0, of: int = 1, port: int = 0, **extra: str
-    ) -> subprocess.Popen:
-        own = {
-            "RANK": number,
-            "WORLD_SIZE": of,
-            "LOCAL_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        own = {name: str(value) for name, value in own.items()} if of > 1 else {}
+    def start(fault: str) -> subprocess.Popen:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        environment = script_environment(**own, **extra)
-        started.append(
-            subprocess.Popen([sys.executable, FAULTS, fault], cwd=ROOT, env=environment, **pipes)
-        )
+        command = [sys.executable, FAULTS, fault]
+        started.append(subprocess.Popen(command, cwd=ROOT, env=script_environment(), **pipes))
         return started[-1]
 
     yield start
@@ -127,13 +132,14 @@ def rank():
         process.wait()
 
 
-def test_a_failure_on_another_machine_ends_a_rank_that_is_in_no_collective(rank):
+def test_a_failure_on_another_machine_ends_a_rank_that_is_in_no_collective():
     port = free_port()
-    ranks = [rank("elsewhere", number, of=2, port=port) for number in range(2)]
-    said = [process.communicate(timeout=60)[0] for process in ranks]
-    assert "[rank 1] failed:\nTraceback" in said[1] and "ValueError: a full disk" in said[1]
-    assert said[0] == "[rank 0] ends: [rank 1] ValueError: a full disk\n"
-    assert [process.returncode for process in ranks] == [1, 1]
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(one_rank, "elsewhere", number, 2, port) for number in range(2)]
+        (first, *codes), (second, code) = [rank.result() for rank in ranks]
+    assert "[rank 1] failed:\nTraceback" in second and "ValueError: a full disk" in second
+    assert first == "[rank 0] ends: [rank 1] ValueError: a full disk\n"
+    assert [*codes, code] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -141,24 +147,21 @@ def test_a_failure_on_another_machine_ends_a_rank_that_is_in_no_collective(rank)
     [(0, "no sign of rank 1 (machine 1)"), (1, "no answer from 127.0.0.1:{port}")],
     ids=["rank 0", "rank 1"],
 )
-def test_a_rank_that_does_not_come_is_named(rank, number, missing):
+def test_a_rank_that_does_not_come_is_named(number, missing):
     """The other one was killed while it imported."""
     port = free_port()
-    process = rank("raise", number, of=2, port=port, GATHER_SECONDS="1")
-    (line,) = process.communicate(timeout=60)[0].splitlines()[-1:]
+    said, code = one_rank("raise", number, of=2, port=port, GATHER_SECONDS="1")
+    (line,) = said.splitlines()[-1:]
     assert line.startswith(f"[rank {number}] {missing.format(port=port)} after 1 s"), line
-    assert process.returncode == 1
+    assert code == 1
 
 
-def test_a_wait_that_is_no_number_of_seconds_is_refused(rank):
-    process = rank("raise", 0, of=1, GATHER_SECONDS="10m")
-    assert (
-        process.communicate(timeout=60)[0].splitlines()[-1]
-        == "GATHER_SECONDS: expected a number of seconds"
-    )
+def test_a_wait_that_is_no_number_of_seconds_is_refused():
+    said, _ = one_rank("raise", GATHER_SECONDS="10m")
+    assert said.splitlines()[-1] == "GATHER_SECONDS: expected a number of seconds"
 
 
-def test_a_rank_dies_with_its_torchrun(rank, tmp_path):
+def test_a_rank_dies_with_its_torchrun(tmp_path):
     """By SIGKILL, which leaves torchrun no time to end its ranks; here something else has started
     the rank."""
     code = (
@@ -180,8 +183,8 @@ def test_a_rank_dies_with_its_torchrun(rank, tmp_path):
                 orphan.kill()
 
 
-def test_a_group_of_one_listens_to_this_machine_alone(rank):
-    said, _ = rank("sockets").communicate(timeout=60)
+def test_a_group_of_one_listens_to_this_machine_alone():
+    said, _ = one_rank("sockets")
     assert said.startswith("fault\n") and set(said.split()[1:]) <= {"127.0.0.1", "::1"}, said
 
 
@@ -549,47 +552,6 @@ def test_slurms_signal_to_torchrun_saves_on_all_ranks(tmp_path):
     assert (tmp_path / "checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
 
 
-def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(tmp_path):
-    options = ["--engine", "hf", "--prompts-per-step", 2, "--samples-per-prompt", 4]
-    options += ["--max-response-tokens", 24, "--max-rows", 64, "--total-steps", 5]
-    options += ["--eval-every", 0, "--eval-rows", 2, "--no-eval-before"]
-    run_script("grpo.py", *options, "--output-dir", tmp_path / "whole")
-    for folder in ("stopped", "disk"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "stopped/checkpoints").symlink_to(tmp_path / "disk")
-    command = torchrun("grpo.py", *options, "--output-dir", tmp_path / "stopped")
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=script_environment(), stdout=subprocess.PIPE, text=True
-    )
-    for line in process.stdout:
-        if line.startswith("step 1/5"):
-            process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
-    assert (tmp_path / "stopped/curves.png").is_file()
-    (stopped,) = [
-        record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "stopped"
-    ]
-    assert stopped["step"] < 5
-    assert (tmp_path / "stopped/checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
-    config, left = (tmp_path / "stopped/config.json").read_bytes(), 5 - stopped["step"]
-    done = run_script(
-        "grpo.py", *options, "--output-dir", tmp_path / "stopped", "--keep-checkpoints", 7
-    )
-    told = f"step {stopped['step']}; {left} of 5 steps left; --keep-checkpoints 7, not 2\n"
-    assert told in done.stdout and "Loading weights" not in done.stderr
-    chosen = json.loads(config)["chosen"]
-    assert f"compute {chosen['dtype']} (" in done.stdout and chosen["attention"] == "sdpa"
-    (event,) = [
-        record for record in metrics_of(tmp_path / "stopped") if record.get("event") == "resumed"
-    ]
-    assert event["step"] == stopped["step"] and event["changed"] == {"keep_checkpoints": [2, 7]}
-    assert (tmp_path / "stopped/config.json").read_bytes() == config, "it tells of the first start"
-    whole, resumed = (
-        (tmp_path / name / "model/model.safetensors").read_bytes() for name in ("whole", "stopped")
-    )
-    assert whole == resumed
-
-
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Error: out of memory")]
 )
@@ -670,13 +632,13 @@ def test_training_goes_on_when_the_disk_is_full(small_disk):
         "--samples-per-prompt",
         2,
         "--max-response-tokens",
-        16,
+        8,
     ]
     options += [
         "--max-rows",
         8,
         "--total-steps",
-        3,
+        2,
         "--eval-every",
         0,
         "--eval-rows",
@@ -686,8 +648,8 @@ def test_training_goes_on_when_the_disk_is_full(small_disk):
     ]
     done = run_script("grpo.py", *options, "--output-dir", small_disk / "run", check=False)
     assert "warning: checkpoints will take up to" in done.stdout
-    assert done.stdout.count("warning: no checkpoint of step") == 3, done.stdout + done.stderr
-    assert [record["step"] for record in metrics_of(small_disk / "run")] == [0, 1, 2, 3]
+    assert done.stdout.count("warning: no checkpoint of step") == 2, done.stdout + done.stderr
+    assert [record["step"] for record in metrics_of(small_disk / "run")] == [0, 1, 2]
     assert (
         done.returncode == 1
         and "model not written" in done.stderr

@@ -1,20 +1,44 @@
-"""grpo.py when memory is full or rewards fail, and with other objectives than its own."""
+"""grpo.py when memory is full, rewards fail or it is told to end; other objectives than its own."""
 
 import json
+import signal
 
 import pytest
-from helpers import ROOT, run_script, skip_where_no_step_is_repeated, steps_of
+from helpers import ROOT, metrics_of, run_script, skip_where_no_step_is_repeated, steps_of
 
-FEW = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 48]
+FEW = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 24]
 FEW += ["--max-rows", 64, "--engine", "hf", "--dtype", "fp32"]
 FEW += ["--eval-rows", 2, "--eval-every", 0, "--no-eval-before"]
+# A third of the texts cannot be scored.
+REWARD = """
+def fn(data_source, solution_str, ground_truth, extra_info=None):
+    n = sum(map(ord, solution_str))
+    if n % 3 == 0: raise KeyError('thirds')
+    return n % 7
+"""
+
+
+@pytest.fixture(scope="module")
+def thirds(tmp_path_factory) -> list:
+    """Flags of runs of three steps."""
+    file = tmp_path_factory.mktemp("user") / "reward.py"
+    file.write_text(REWARD)
+    few = [*FEW, "--total-steps", 3, "--micro-batch-tokens", 1024]
+    return [*few, "--reward-function", f"{file}:fn"]
+
+
+@pytest.fixture(scope="module")
+def plain(thirds, tmp_path_factory) -> tuple:
+    """(folder, what it has printed) of the run with which others are compared."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    return folder, run_script("grpo.py", *thirds, "--output-dir", folder).stdout
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         "--objective gspo --advantage rloo --correction sequence --kl-reward-coef 0.01 "
-        "--kl-loss-coef 0.01 --minibatches 2 --overlong-buffer 32",
+        "--kl-loss-coef 0.01 --minibatches 2 --overlong-buffer 16",
         pytest.param(
             "--objective cispo --minibatches 2 --advantage batch-std --correction truncate "
             "--entropy-coef 0.001 "
@@ -25,9 +49,8 @@ FEW += ["--eval-rows", 2, "--eval-every", 0, "--no-eval-before"]
     ],
 )
 def test_other_objectives_run(tmp_path, flags):
-    run_script(
-        "grpo.py", *FEW, *flags.split(), "--total-steps", 2, "--output-dir", tmp_path, ranks=1
-    )
+    options = [*FEW, "--max-response-tokens", 40, *flags.split(), "--total-steps", 2]
+    run_script("grpo.py", *options, "--output-dir", tmp_path, ranks=1)
     first, second = steps_of(tmp_path)[1], steps_of(tmp_path)[2]
     assert first["policy/kl_to_ref"] == 0 < second["policy/kl_to_ref"] < 1
     assert first["optim/grad_norm"] > 0 and first["policy/rollout_logprob_gap"] < 1e-4
@@ -79,6 +102,7 @@ def test_dynamic_sampling_of_a_solved_task_ends_as_any_run_does(tmp_path):
         "--total-steps",
         1,
     ]
+    options += ["--max-response-tokens", 8]
     done = run_script("grpo.py", *FEW, *options, "--output-dir", tmp_path / "run")
     told = "step 1 trains on 0 groups, not on 6: no more of the 12 drawn have unequal scores"
     assert told in done.stdout
@@ -89,17 +113,17 @@ def test_dynamic_sampling_of_a_solved_task_ends_as_any_run_does(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strategy):
+def test_out_of_memory_repeats_the_step_with_the_same_gradient(plain, thirds, tmp_path, strategy):
     """Step 2 fails inside a backward; with fewer tokens a micro-batch it is what it would have
     been, and so is 3."""
     skip_where_no_step_is_repeated(strategy)
-    options = [*FEW, "--total-steps", 3, "--micro-batch-tokens", 2048, "--strategy", strategy]
-    run_script("grpo.py", *options, "--output-dir", tmp_path / "plain")
-    done = run_script(
-        ROOT / "tests/workers/out_of_memory.py", *options, "--output-dir", tmp_path / "short"
-    )
-    assert "--micro-batch-tokens is now 1024, the step is repeated" in done.stdout
-    assert_same_updates(tmp_path / "plain", tmp_path / "short")
+    options = [*thirds, "--strategy", strategy, "--output-dir"]
+    if strategy != "fsdp":
+        run_script("grpo.py", *options, tmp_path / "plain")
+    done = run_script(ROOT / "tests/workers/out_of_memory.py", *options, tmp_path / "short")
+    assert "--micro-batch-tokens is now 512, the step is repeated" in done.stdout
+    compared = plain[0] if strategy == "fsdp" else tmp_path / "plain"
+    assert_same_updates(compared, tmp_path / "short")
 
 
 def assert_same_updates(*runs) -> None:
@@ -116,10 +140,10 @@ def assert_same_updates(*runs) -> None:
 
 
 @pytest.mark.slow
-def test_out_of_memory_on_one_of_two_ranks_is_remembered_by_the_run(tmp_path):
+def test_out_of_memory_on_one_of_two_ranks_is_remembered_by_the_run(tmp_path, thirds):
     """The others wait for it in a collective, so the run ends; the same command goes on in smaller
     pieces."""
-    options = [*FEW, "--total-steps", 3, "--save-every", 1, "--micro-batch-tokens", 2048]
+    options = [*thirds, "--save-every", 1]
     run_script("grpo.py", *options, "--output-dir", tmp_path / "plain", ranks=2)
     command = [
         ROOT / "tests/workers/out_of_memory.py",
@@ -130,32 +154,58 @@ def test_out_of_memory_on_one_of_two_ranks_is_remembered_by_the_run(tmp_path):
     ended = run_script(*command, ranks=2, check=False)
     assert (
         ended.returncode != 0
-        and "--micro-batch-tokens is now 1024; the same command" in ended.stderr
+        and "--micro-batch-tokens is now 512; the same command" in ended.stderr
     )
     done = run_script(*command, ranks=2)
-    assert "micro-batches of 1024 tokens" in done.stdout
+    assert "micro-batches of 512 tokens" in done.stdout
     assert_same_updates(tmp_path / "plain", tmp_path / "short")
 
 
-def test_a_failed_reward_costs_its_sample(tmp_path):
-    """A third of the texts cannot be scored; their groups go on without them."""
-    body = (
-        "n = sum(map(ord, solution_str))\n    if n % 3 == 0: raise KeyError('thirds')\n    "
-        "return n % 7"
-    )
-    signature = "def fn(data_source, solution_str, ground_truth, extra_info=None):"
-    (tmp_path / "reward.py").write_text(f"{signature}\n    {body}\n")
-    options = ["--reward-function", f"{tmp_path}/reward.py:fn", "--total-steps", 1]
-    done = run_script("grpo.py", *FEW, *options, "--output-dir", tmp_path / "run")
-    record = steps_of(tmp_path / "run")[1]
+def test_a_failed_reward_costs_its_sample(plain):
+    """Their groups go on without them."""
+    run, printed = plain
+    record = steps_of(run)[1]
     assert 0 < record["reward/failed"] < 24 and record["optim/grad_norm"] > 0
     assert (
         f"rewards: {record['reward/failed']:.0f} of 24 responses not scored, the first: "
-        "KeyError: 'thirds'" in done.stdout
+        "KeyError: 'thirds'" in printed
     )
 
 
-@pytest.mark.parametrize("flags", [["--max-response-tokens", 5000], ["--engine-memory", 0.001]])
+def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(plain, thirds, tmp_path):
+    run = tmp_path / "stopped"
+    run.mkdir()
+    (tmp_path / "disk").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    worker = ROOT / "tests/workers/told_to_end.py"
+    done = run_script(worker, *thirds, "--output-dir", run, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert (run / "curves.png").is_file()
+    (stopped,) = [record for record in metrics_of(run) if record.get("event") == "stopped"]
+    assert stopped["step"] == 1
+    assert (run / "checkpoints/latest").read_text() == "step_000001"
+    config = (run / "config.json").read_bytes()
+    done = run_script("grpo.py", *thirds, "--output-dir", run, "--keep-checkpoints", 7)
+    told = "step 1; 2 of 3 steps left; --keep-checkpoints 7, not 2\n"
+    assert told in done.stdout and "Loading weights" not in done.stderr
+    chosen = json.loads(config)["chosen"]
+    assert f"compute {chosen['dtype']} (" in done.stdout and chosen["attention"] == "sdpa"
+    (event,) = [record for record in metrics_of(run) if record.get("event") == "resumed"]
+    assert event["step"] == 1 and event["changed"] == {"keep_checkpoints": [2, 7]}
+    assert (run / "config.json").read_bytes() == config, "it tells of the first start"
+    whole, resumed = (
+        (folder / "model/model.safetensors").read_bytes() for folder in (plain[0], run)
+    )
+    assert whole == resumed
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-response-tokens", 5000],
+        pytest.param(["--engine-memory", 0.001], marks=pytest.mark.slow),
+    ],
+)
 def test_what_the_engine_has_no_room_for_is_told_by_its_flags(tmp_path, flags):
     done = run_script(
         "grpo.py", *flags, "--total-steps", 1, "--output-dir", tmp_path, ranks=1, check=False

@@ -1300,7 +1300,7 @@ def fuzz(seed: int, count: int) -> None:
 
 
 def test_fuzz_all_scorers():
-    fuzz(seed=0, count=1000)
+    fuzz(seed=0, count=300)
 
 
 @pytest.mark.slow

@@ -314,7 +314,8 @@ def test_help_is_one_screen_and_help_all_has_all(script, monkeypatch, capsys):
         assert texts[name].partition("; ")[0] in joined, name
     assert "1e-06" in joined or script is sft
     assert f"--model {script.DEMO.run.model} " in joined
-    whole = shown_by(monkeypatch, capsys, script, "--help-all")  # its texts: tests/runs/test_scripts.py
+    # its texts: tests/runs/test_scripts.py
+    whole = shown_by(monkeypatch, capsys, script, "--help-all")
     assert all(re.search(rf"{name}\b", whole) for name in texts)
     assert "8e-05" not in whole + joined and "Where this differs" not in whole + joined
 

@@ -3,15 +3,17 @@ declared."""
 
 import ast
 import inspect
+import os
 import re
 import runpy
 import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, SCRIPTS, parsed, run_script
+from helpers import ROOT, SCRIPTS, checked_args, parsed, run_script
 
 import common.script
+import grpo
 
 MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("common/**/*.py"))
 # what a script cannot do without
@@ -138,13 +140,26 @@ def test_help_shows_every_flag_and_its_text(script):
 
 
 @pytest.mark.parametrize(
-    "command", ["grpo.py --help-all", "-m common.look --help"]
+    "command",
+    [pytest.param("grpo.py --help-all", marks=pytest.mark.slow), "-m common.look --help"],
 )
 def test_help_may_be_read_in_part(command):
     """`| head` closes the pipe before the end."""
     command = ["bash", "-c", f"{sys.executable} {command} | head -1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert len(done.stdout.splitlines()) == 1 and done.stderr == ""
+
+
+def test_help_of_a_script_may_lose_its_reader(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", open(writer, "w", buffering=1))
+    with pytest.raises(SystemExit) as stop:
+        checked_args(grpo, monkeypatch, "--help-all")
+    sys.stdout.flush()
+    assert stop.value.code == 0
+    with pytest.raises(BrokenPipeError):
+        sys.stdout.close()
 
 
 def start(script: str, arguments: list[str], monkeypatch) -> list:

@@ -156,7 +156,7 @@ HASHED = """
 def test_chances_are_the_same_in_every_process(open_turns):
     """Also those that lie in the order of a set, and of a library that is first imported by the
     environment."""
-    turns = open_turns(HASHED, workers=4, max_turns=9)
+    turns = open_turns(HASHED, workers=2, max_turns=9)
     draw = call("draw")
     episodes, _ = run(
         [[draw, "end"]] * 8 + [[draw, call("draw", die=True), "end"]], turns, game_row(turns), n=9
@@ -265,7 +265,7 @@ def test_close_is_called_once_however_it_ends(open_turns, tmp_path, ending):
 
 def test_a_hanging_close_does_not_hold_up_the_end(open_turns):
     slow = RANDOM.replace('self.write("close")', "time.sleep(600)")
-    turns = open_turns(slow, workers=3, timeout_s=2.0)
+    turns = open_turns(slow, workers=2, timeout_s=2.0)
 
     class Interrupted(ScriptedEngine):
         def step(self):
@@ -273,11 +273,11 @@ def test_a_hanging_close_does_not_hold_up_the_end(open_turns):
 
     with pytest.raises(KeyboardInterrupt), deadline(60):
         run(
-            [["a"]] * 9,
+            [["a"]] * 5,
             turns,
             game_row(turns),
-            n=9,
-            engine=Interrupted(turns.tokenizer, [["a"]] * 9),
+            n=5,
+            engine=Interrupted(turns.tokenizer, [["a"]] * 5),
         )
     pids = [worker.process.pid for worker in turns.workers.pool.workers]
     start = time.monotonic()
