@@ -224,19 +224,8 @@ def import_all() -> None:
     importlib.import_module(
         "common.assets.build.tiny"
     ).rl_problems()  # the demo's rows, which most runs write for themselves
-    with suppress(ImportError, AttributeError):
-        register_kernels_once()
     gc.collect()
     gc.freeze()  # a collection in a rank need not walk, and so copy, all that was imported
-
-
-def register_kernels_once() -> None:
-    """vLLM searches all modules, at each start on a CPU, for kernels that it replaces: what it has
-    replaced here stays replaced in a rank."""
-    from vllm.platforms import current_platform
-
-    current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = lambda: None
 
 
 def die_with_parent(parent: int) -> None:
