@@ -111,7 +111,7 @@ FOREIGN = {
     "other.json": b'[{"question": "?"}]',
     "items.json": b'[{"message_list": [{"content": "text"}]}]',
     "nulls.json": b'[{"message_list": null}]',
-    "cut.json": b'[{"image": "a.jp',
+    "broken.json": b"{",
     "columns.parquet": None,
     "number.json": b'[{"message_list": [{"content": [{"image": 5}]}]}]',
     "clip.json": b'[{"message_list": [{"content": [{"video": "clip.mp4"}]}]}]',
@@ -131,6 +131,7 @@ def test_a_foreign_file_is_one_line(folder, name, capsys):
 
 
 BROKEN = {  # file: its content, what the message says
+    "cut.json": (b'[{"image": "a.jp', "Unterminated string"),
     "deep.json": (b"[" * 200_000, "recursion"),
     "broken.parquet": (b"PAR1", "Parquet"),
     "page.json": (b"<!DOCTYPE html>", "it is a web page"),
