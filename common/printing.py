@@ -17,9 +17,9 @@ def printable(text: str) -> str:
 
 
 def guard_output() -> None:
-    """From now on all that this process prints is `printable`, and a failure to write it is ignored
-    (a full disk, a reader that is gone). Streams that a notebook or a harness has put in the place
-    of the usual ones are guarded as far as they can be."""
+    """From now on this process prints by `write_printable`, and a failure to write is ignored (a
+    full disk, a reader that is gone). Streams that a notebook or a harness has put in the place of
+    the usual ones are guarded as far as they can be."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -33,7 +33,11 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
     """
     refuse_foreign_marks(record, text)
     images = images_of(record, text)
-    videos = list(record.get("videos") or [])
+    videos = record.get("videos") or []
+    if not isinstance(videos, list) or any(
+        not isinstance(frames, list) or not frames for frames in videos
+    ):
+        raise BadRow("a video is given as the list of its frames")
     if not images and not videos:
         return []
     kinds = [MARKS[mark] for mark in re.findall("<image>|<video>", text)]
@@ -44,8 +48,6 @@ def picture_sources(record: Mapping, text: str) -> list[Picture]:
             raise BadRow(
                 f"{len(pictures)} {kind}s, and <{kind}> stands {num_marks} times in the prompt"
             )
-    if any(not isinstance(frames, list) or not frames for frames in videos):
-        raise BadRow("a video is given as the list of its frames")
     remaining = {kind: iter(pictures) for kind, pictures in pictures_of_kind.items()}
     return [(kind, next(remaining[kind])) for kind in kinds]
 

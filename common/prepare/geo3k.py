@@ -46,7 +46,7 @@ class Args:
 
 def main(args: Args) -> None:
     # read everything first: a bad row leaves no half data set behind
-    source = str(download()) if args.source in ("hub", REPOSITORY) else args.source
+    source = str(download()) if args.source == "hub" else args.source
     tables = {}
     for split in SPLITS:
         tables[split] = pa.Table.from_pylist(read_split(source, split), schema=SCHEMA)
@@ -60,7 +60,7 @@ def download() -> Path:
 
 
 def read_split(source: str, split: str) -> list[dict]:
-    """verl's rows of a split, in order; none if it is optional and missing."""
+    """verl's rows of a split, in order; none if it is optional and missing or empty."""
     paths = split_files(source, split, "--source")
     if SPLITS[split] and not paths:
         raise FileNotFoundError(
@@ -80,6 +80,8 @@ def read_split(source: str, split: str) -> list[dict]:
             rows.append(to_row(record, split, len(rows)))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{files.place(index)}: {error}") from error
+    if SPLITS[split] and not rows:
+        raise ValueError(f"--source {source}: the split {split} has no rows")
     return rows
 
 

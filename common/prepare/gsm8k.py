@@ -55,8 +55,8 @@ def main(args: Args) -> None:
 
 
 def read_split(source: str, split: str) -> list[dict[str, str]]:
-    """Rows with the keys question and answer, as published."""
-    if source in ("hub", REPOSITORY):
+    """Rows with the keys question and answer, as published. At least one."""
+    if source == "hub":
         paths = [download_split(split)]
     else:
         paths = split_files(source, split, "--source")
@@ -76,8 +76,10 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
             rows.append({"question": record["question"], "answer": record["answer"]})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{files.place(index)}: not an object with question and answer: {error!r}"
+                f"{files.place(index)}: expected question, and answer with #### NUMBER: {error!r}"
             ) from error
+    if not rows:
+        raise ValueError(f"--source {source}: the split {split} has no rows")
     return rows
 
 

@@ -57,7 +57,7 @@ def main(args: Args) -> None:
     # read everything first: a bad line leaves no half data set behind
     rows: dict[str, list[dict]] = {split: [] for split in SPLITS}
     problems = []
-    is_hub = args.source in ("hub", REPOSITORY)
+    is_hub = args.source == "hub"
     for split, row in read_hub() if is_hub else read_files(args.source):
         if isinstance(row, str):
             problems.append(row)

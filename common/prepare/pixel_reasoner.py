@@ -55,11 +55,12 @@ def main(args: Args) -> None:
     missing: list[tuple[RowFiles, int, str]] = []  # file, row, path
     for table in tables:
         num_pictures = 0
-        files, paths_of_rows = media_of(table)
+        files = RowFiles([table], "--folder")
+        paths_of_rows = media_of(files)
         for row, paths in enumerate(paths_of_rows):
             num_pictures += len(paths)
             for path in paths:
-                if not (args.folder / str(path)).is_file():
+                if not (args.folder / path).is_file():
                     missing.append((files, row, path))
         print(f"{table}: {len(paths_of_rows)} rows, {num_pictures} pictures and frames")
     if missing:
@@ -134,18 +135,15 @@ def is_member(path: Path, member: zipfile.ZipInfo) -> bool:
     return zlib.crc32(path.read_bytes()) == member.CRC
 
 
-def media_of(table: Path) -> tuple[RowFiles, list[list[str]]]:
-    """A table, and the relative paths of each row's pictures and frames.
-
-    SystemExit for a table of another format.
-    """
+def media_of(files: RowFiles) -> list[list[str]]:
+    """The relative paths of each row's pictures and frames. SystemExit for another format."""
     try:
-        files = RowFiles([table], "--folder")
-        return files, list(read_paths(files))
+        return list(read_paths(files))
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error!s:.100}".partition("\n")[0]
         raise SystemExit(
-            f"{table}: not one of Pixel Reasoner's; it belongs elsewhere ({reason})"
+            f"{files.paths[0]}: not one of Pixel Reasoner's (it belongs elsewhere), or a "
+            f"broken copy: {reason}"
         ) from error
 
 
@@ -156,7 +154,7 @@ def read_paths(files: RowFiles) -> Iterator[list[str]]:
         if isinstance(record, str):
             raise ValueError(record)
         if "image" in record:
-            yield [path for path in paths_of(record) if path]
+            yield checked([path for path in paths_of(record) if path])
             continue
         images = []
         frames = []
@@ -164,8 +162,19 @@ def read_paths(files: RowFiles) -> Iterator[list[str]]:
             for item in message["content"]:
                 if item.get("image"):
                     images.append(item["image"])
-                frames += item.get("video") or []
-        yield images + frames
+                video = item.get("video") or []
+                if not isinstance(video, list):
+                    raise TypeError(f"the video {video!r:.40} is no list of frames")
+                frames += video
+        yield checked(images + frames)
+
+
+def checked(paths: list) -> list[str]:
+    """The paths. TypeError for a picture that is given otherwise."""
+    for path in paths:
+        if not isinstance(path, str):
+            raise TypeError(f"the picture {path!r:.40} is no path")
+    return paths
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def score_geo3k(solution_str: str, ground_truth: str) -> dict:
     or ""}.
 
     The answer is the content of the last complete \boxed{…}. "pred" is its short form, and of a
-    right one the ground truth, so that votes agree.
+    right one the ground truth's spelling by `normalize`, so that votes agree.
     """
     truth = normalized_truth(ground_truth)
     answer = last_boxed(solution_str) or ""
@@ -96,7 +96,8 @@ def is_same_element(answer: str, truth: str) -> bool:
     r"""Numbers by value, anything else by `is_equal`.
 
     If the truth is an integer, an answer with \sqrt, \frac or powers is wrong.
-    Fractions count in lowest terms only, unless they are spelled like the truth.
+    Fractions, but not mixed numbers, count in lowest terms only, unless they are spelled like the
+    truth.
     """
     answer, unit, truth, true_unit = split_units(*unlabelled(answer, truth))
     if not units_agree(unit, true_unit):
@@ -109,7 +110,7 @@ def is_same_element(answer: str, truth: str) -> bool:
     true_value = rational(true_short)
     if true_value is None or (value is None and true_value.denominator > 1):
         return is_equal(answer, truth)
-    if value != true_value or "^" in short:
+    if value != true_value or (true_value.denominator == 1 and "^" in short):
         return False
     fraction = FRACTION.fullmatch(short)
     return fraction is None or int(fraction[3]) == value.denominator > 1

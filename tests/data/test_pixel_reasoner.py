@@ -9,6 +9,7 @@ import pytest
 from vl import picture
 
 from common.data.formats import read_conversation
+from common.files import user_errors
 from common.prepare.pixel_reasoner import Args, main
 
 
@@ -111,9 +112,10 @@ FOREIGN = {
     "items.json": b'[{"message_list": [{"content": "text"}]}]',
     "nulls.json": b'[{"message_list": null}]',
     "broken.json": b"{",
-    "deep.json": b"[" * 200_000,
     "columns.parquet": None,
-    "broken.parquet": b"PAR1",
+    "number.json": b'[{"message_list": [{"content": [{"image": 5}]}]}]',
+    "clip.json": b'[{"message_list": [{"content": [{"video": "clip.mp4"}]}]}]',
+    "embedded.json": json.dumps([{"image": {"bytes": "x" * 5000, "path": "a.jpg"}}]).encode(),
 }
 
 
@@ -123,15 +125,25 @@ def test_a_foreign_file_is_one_line(folder, name, capsys):
         pq.write_table(pa.table({"text": ["a"]}), folder / name)
     else:
         (folder / name).write_bytes(FOREIGN[name])
-    with pytest.raises(SystemExit, match=rf"{name}: not one of Pixel Reasoner's") as stop:
+    with pytest.raises(SystemExit, match=rf"{name}: not one of Pixel Reasoner's .*broken") as stop:
         main(Args(folder))
-    assert "\n" not in str(stop.value)
+    assert "\n" not in str(stop.value) and len(str(stop.value)) < 400
 
 
-def test_a_number_is_no_path(folder):
-    release = [{"message_list": [{"content": [{"image": 5}]}]}]
-    (folder / "other.json").write_text(json.dumps(release))
-    with pytest.raises(SystemExit, match=r"(?s)1 paths lead to no file in .*other.json row 0: 5"):
+BROKEN = {  # file: its content, what the message says
+    "cut.json": (b'[{"image": "a.jp', "Unterminated string"),
+    "deep.json": (b"[" * 200_000, "recursion"),
+    "broken.parquet": (b"PAR1", "Parquet"),
+    "page.json": (b"<!DOCTYPE html>", "it is a web page"),
+    "pointer.parquet": (b"version https://git-lfs.github.com/spec/v1", "`git lfs pull`"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_of_a_broken_copy_the_whole_reason_is_told(folder, name):
+    content, reason = BROKEN[name]
+    (folder / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=rf"{name} is neither .*{reason}"), user_errors():
         main(Args(folder))
 
 

@@ -307,6 +307,16 @@ def test_gsm8k_from_hub(tmp_path, monkeypatch):
     assert read_rows(tmp_path / "train.parquet")[0]["extra_info"]["split"] == "train"
 
 
+def test_a_folder_named_like_the_hubs_gsm8k_is_that_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = {"question": QUESTION, "answer": ANSWER}
+    with pytest.raises(FileNotFoundError, match="`hf download openai/gsm8k --repo-type dataset"):
+        gsm8k.read_split("openai/gsm8k", "test")
+    Path("openai/gsm8k").mkdir(parents=True)
+    Path("openai/gsm8k/test.jsonl").write_text(json.dumps(row))
+    assert gsm8k.read_split("openai/gsm8k", "test") == [row]
+
+
 def test_gsm8k_offline_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -342,13 +352,17 @@ def test_gsm8k_bad_files(tmp_path):
         {"question": "q\ud800", "answer": "#### 1"},
     ):
         (tmp_path / "train.jsonl").write_text(json.dumps(bad))
-        with pytest.raises(ValueError, match=r"train\.jsonl line 1: "):
+        expected = "expected question, and answer with #### NUMBER"
+        with pytest.raises(ValueError, match=rf"train\.jsonl line 1: {expected}: "):
             gsm8k.read_split(str(tmp_path), "train")
     (tmp_path / "train.jsonl").write_bytes(b'{"question": "\xff", "answer": "#### 1"}')
     with pytest.raises(ValueError, match=r"train\.jsonl line 1: .*utf-8"):
         gsm8k.read_split(str(tmp_path), "train")
     with pytest.raises(ValueError, match="no final answer"):
         gsm8k.final_answer("72")
+    (tmp_path / "train.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="the split train has no rows"):
+        gsm8k.read_split(str(tmp_path), "train")
     row = {"question": "q", "answer": "#### 1"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row), encoding="utf-8-sig")
     assert gsm8k.read_split(str(tmp_path), "train") == [row]

@@ -156,6 +156,9 @@ def test_prepare_bad_files(tmp_path):
     write(tmp_path / "train.parquet", published())
     with pytest.raises(FileNotFoundError, match=r"--source .*test\*\.parquet"):
         prepare(tmp_path, tmp_path / "out")
+    write(tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match=r"--source .*: the split test has no rows"):
+        prepare(tmp_path, tmp_path / "out")
     pq.write_table(pa.table({"problem": ["p"], "choices": ["c"]}), tmp_path / "test.parquet")
     with pytest.raises(
         ValueError,

@@ -376,7 +376,7 @@ def test_math_reads_a_snapshot_of_its_source_as_the_hub(tmp_path, monkeypatch, l
         for split in ("train", "test")
     }
     monkeypatch.setattr(math, "hf_hub_download", lambda _, name, **__: f"{source}/{parts[name]}")
-    math.main(math.Args(tmp_path / "hub", "DigitalLearningGmbH/MATH-lighteval"))
+    math.main(math.Args(tmp_path / "hub", "hub"))
     for split in ("train", "test"):
         here, there = (
             pq.read_table(tmp_path / f"{out}/{split}.parquet").to_pylist() for out in ("out", "hub")

@@ -258,6 +258,8 @@ def test_parquet_with_bytes_and_rows_without_pictures(tmp_path, vision, capsys):
         ),
         (ask("<image>") | {"images": ["rows.jsonl"]}, "no readable picture"),
         (ask("<video>") | {"videos": ["clip.mp4"]}, "a video is given as the list of its frames"),
+        (ask("<video>") | {"videos": "clip.mp4"}, "a video is given as the list of its frames"),
+        (ask("<video>") | {"videos": 5}, "a video is given as the list of its frames"),
         (ask("<video>") | {"videos": [["good.png", "missing.png"]]}, "cannot open"),
     ],
 )
