@@ -20,6 +20,7 @@ from common.data.rows import RowFiles
 from common.data.table_files import split_files
 from common.files import user_errors
 from common.flags import call_program
+from common.prepare import is_hub
 from common.prepare.gsm8k import SCHEMA as TEXT_SCHEMA
 from common.prepare.writing import downloading, write_splits
 from common.rewards.math import normalized_truth
@@ -46,7 +47,7 @@ class Args:
 
 def main(args: Args) -> None:
     # read everything first: a bad row leaves no half data set behind
-    source = str(download()) if args.source == "hub" else args.source
+    source = str(download()) if is_hub(args.source, REPOSITORY) else args.source
     tables = {}
     for split in SPLITS:
         tables[split] = pa.Table.from_pylist(read_split(source, split), schema=SCHEMA)

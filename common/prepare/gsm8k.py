@@ -17,6 +17,7 @@ from common.data.rows import RowFiles
 from common.data.table_files import split_files
 from common.files import user_errors
 from common.flags import call_program
+from common.prepare import is_hub
 from common.prepare.writing import downloading, write_splits
 
 REPOSITORY = "openai/gsm8k"
@@ -56,7 +57,7 @@ def main(args: Args) -> None:
 
 def read_split(source: str, split: str) -> list[dict[str, str]]:
     """Rows with the keys question and answer, as published. At least one."""
-    if source == "hub":
+    if is_hub(source, REPOSITORY):
         paths = [download_split(split)]
     else:
         paths = split_files(source, split, "--source")

@@ -29,6 +29,7 @@ from common.data.rows import RowFiles
 from common.data.table_files import FETCH, find_files, is_hub_id, sources_in, stem_of
 from common.files import user_errors
 from common.flags import Files, call_program
+from common.prepare import is_hub
 from common.prepare.gsm8k import SCHEMA
 from common.prepare.writing import downloading, write_splits
 from common.rewards import boxed_reward, reward_function
@@ -57,8 +58,8 @@ def main(args: Args) -> None:
     # read everything first: a bad line leaves no half data set behind
     rows: dict[str, list[dict]] = {split: [] for split in SPLITS}
     problems = []
-    is_hub = args.source == "hub"
-    for split, row in read_hub() if is_hub else read_files(args.source):
+    from_hub = is_hub(args.source, REPOSITORY)
+    for split, row in read_hub() if from_hub else read_files(args.source):
         if isinstance(row, str):
             problems.append(row)
             continue
