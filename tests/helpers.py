@@ -300,10 +300,11 @@ def skip_where_no_step_is_repeated(strategy: str) -> None:
 
 
 def kill_once(*arguments: object, ranks: int, after_step: int, fresh: bool = not WARM) -> None:
-    """Start a script, and kill all its processes when the metrics of a step are written; the output
-    goes to a file."""
+    """Start a script, and kill all its processes when the metrics of a step are written, and a
+    checkpoint; the output goes to a file."""
     run_dir = Path(arguments[arguments.index("--output-dir") + 1])
     metrics, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
+    latest = run_dir / "checkpoints" / "latest"  # written after the metrics of its step
     with log.open("w") as file:
         if fresh:
             command = torchrun(*arguments, ranks=ranks)
@@ -314,7 +315,7 @@ def kill_once(*arguments: object, ranks: int, after_step: int, fresh: bool = not
             command, address = [str(part) for part in arguments], os.environ[ZYGOTE]
             process = zygote.Forked(address, command, script_environment(), ROOT, ranks, file, file)
         deadline = time.time() + 300
-        while not (metrics.is_file() and f'"step": {after_step}' in metrics.read_text()):
+        while not (latest.is_file() and f'"step": {after_step}' in metrics.read_text()):
             assert process.poll() is None and time.time() < deadline, log.read_text()[-3000:]
             time.sleep(0.02)
         if fresh:

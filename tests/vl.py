@@ -274,7 +274,7 @@ CROP = (
 )
 
 
-def teach(folder: Path, steps: int = 60) -> None:
+def teach(folder: Path, steps: int = 40) -> None:
     """A few seconds of supervised training, so that the model's samples are calls, some of them
     bad, and answers."""
     from scripted import ScriptedEngine, row
@@ -309,7 +309,7 @@ def teach(folder: Path, steps: int = 60) -> None:
         )
     workers.close()
     index = TokenIndex(episodes)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=5e-3)
     for _ in range(steps):
         (batch,) = pack(episodes, range(len(episodes)), index, budget=100_000, vision=vision)
         loss = -policy(batch)[0].mean()

@@ -43,6 +43,7 @@ AT_IMPORT |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Beside all of common: what that, transformers, vLLM, tyro and matplotlib leave for their first
 # use.
 MODULES = """
+PIL.BmpImagePlugin PIL.GifImagePlugin PIL.JpegImagePlugin PIL.PpmImagePlugin
 compressed_tensors fsspec jsonschema loguru matplotlib.backends.backend_agg matplotlib.pyplot
 mpl_toolkits.mplot3d pandas psutil pyarrow.compute pyarrow.pandas_compat pytest
 tyro._backends._tyro_backend typeguard torch.distributed.checkpoint._fsspec_filesystem
@@ -50,7 +51,7 @@ torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.nn.attentio
 torchvision.transforms.v2 transformers.generation.utils transformers.masking_utils
 transformers.models.llama.modeling_llama transformers.models.qwen2.modeling_qwen2
 transformers.models.qwen2.tokenization_qwen2 transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
-transformers.models.qwen2_5_vl.processing_qwen2_5_vl vllm
+transformers.models.qwen2_5_vl.processing_qwen2_5_vl transformers.tokenization_mistral_common vllm
 vllm.distributed.elastic_ep.elastic_execute vllm.entrypoints.launchers.cli_args vllm.entrypoints.llm
 vllm.model_executor.layers.quantization.compressed_tensors.utils
 vllm.model_executor.layers.quantization.online.base vllm.model_executor.model_loader.default_loader
@@ -221,6 +222,9 @@ def import_all() -> None:
         # of another version, or without vLLM: that costs time, no more
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    with suppress(ImportError):
+        auto = importlib.import_module("transformers.models.auto.video_processing_auto")
+        list(auto.VIDEO_PROCESSOR_MAPPING.values())  # a processor that is loaded imports them all
     importlib.import_module(
         "common.assets.build.tiny"
     ).rl_problems()  # the demo's rows, which most runs write for themselves

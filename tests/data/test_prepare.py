@@ -6,6 +6,8 @@ pytest tests/data/test_prepare.py
 import hashlib
 import json
 import random
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import run_script
+from helpers import ROOT, run_script
 
 from common.assets.build import smollm2
 from common.doctor import anonymous
@@ -424,7 +426,18 @@ def test_smollm2_download_failure_is_explained(tmp_path, monkeypatch):
 
 
 def test_a_script_is_told_why_smollm2_is_not_there(tmp_path, monkeypatch):
-    """Prepared by a process of its own, whose last words end the run."""
+    """Prepared by a process of its own, whose last words end the run; here one that need not import
+    torch."""
+
+    def forked(command: list[str], **options):
+        assert command[0] == sys.executable
+        assert options == {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+        done = run_script(*command[1:], check=False)
+        # the warm process has imported the module before, of which runpy warns
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("<frozen runpy>")]
+        return subprocess.CompletedProcess(command, done.returncode, stderr="\n".join(lines))
+
+    monkeypatch.setattr("common.hub.subprocess.run", forked)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(SystemExit) as stop:

@@ -44,7 +44,7 @@ def vision():
 
 @pytest.fixture(scope="module")
 def traces():
-    return list(islice(tiny_vl.traces(3), 600))
+    return list(islice(tiny_vl.traces(3), 450))
 
 
 @pytest.fixture(scope="module")
@@ -159,18 +159,30 @@ def test_traces_load_as_supervised_rows_of_pixel_reasoner(vision, tmp_path):
         assert data.tokenizer.decode(trained) == "".join(said)
 
 
-def test_rows_of_training_and_evaluation_load_and_share_no_scene(vision, demo):
+@pytest.mark.parametrize(
+    "num_rows",
+    [
+        {"train": 256, "eval": 64},
+        pytest.param({"train": mosaic.RL_ROWS, "eval": mosaic.EVAL_ROWS}, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_training_and_evaluation_load_and_share_no_scene(
+    vision, num_rows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mosaic, "RL_ROWS", num_rows["train"])
+    monkeypatch.setattr(mosaic, "EVAL_ROWS", num_rows["eval"])
+    tiny_vl.write_demo_data(tmp_path)
     pictures = {}
-    for split, rows in (("train", mosaic.RL_ROWS), ("eval", mosaic.EVAL_ROWS)):
+    for split, rows in num_rows.items():
         options = {
             "max_prompt_tokens": 128,
             "vision": vision,
             "tools": TOOLS,
             "tokenizer": load_tokenizer(ASSET),
         }
-        data = prompts_of(str(demo / f"{split}.parquet"), **options)
+        data = prompts_of(str(tmp_path / f"{split}.parquet"), **options)
         assert len(data) == rows and data.sources == {"tiny-vl"}
-        records = pq.read_table(demo / f"{split}.parquet").to_pylist()
+        records = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
         pictures[split] = {record["images"][0]["bytes"] for record in records}
         for record, scene in zip(records[:20], tiny_vl.scenes(1 if split == "train" else 2)):
             truth = record["reward_model"]["ground_truth"]

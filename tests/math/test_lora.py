@@ -94,7 +94,7 @@ def test_a_fresh_adapter_changes_nothing_and_the_base_stays_what_it_was():
     batch = packed()
     with torch.no_grad():
         original = policy(batch)[0]
-        for count in range(1000):
+        for count in range(100):
             move_adapters(policy, size=0.1 * count)
             sent = dict(full_parameters(policy))
         moved = policy(batch)[0]

@@ -3,13 +3,14 @@ vLLM, real crops."""
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, steps_of
 
-SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--eval-rows", 8, "--tool-workers", 2]
-SIZES += LITTLE_CACHE
+FEW_ROWS = [ROOT / "tests" / "workers" / "few_rows.py", "curiosity_rl.py"]
+SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 2, "--eval-rows", 4, "--tool-workers", 2]
+SIZES += ["--max-response-tokens", 96, *LITTLE_CACHE]
 STEPS = [
     "--total-steps",
-    3,
+    2,
     "--deterministic",
     "--dump-rollouts-every",
     1,
@@ -23,12 +24,12 @@ STEPS = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_script("curiosity_rl.py", *SIZES, *STEPS, "--output-dir", folder, ranks=2)
+    run_script(*FEW_ROWS, *SIZES, *STEPS, "--output-dir", folder, ranks=2)
     return folder
 
 
 def data_of(run) -> list:
-    """What the demo has written for itself, which takes ten seconds."""
+    """What the demo has written for itself."""
     return [f"--{part}-data={run / 'data' / part}.parquet" for part in ("train", "eval")]
 
 
@@ -38,8 +39,8 @@ def rows_of(folder, step: int) -> list[dict]:
 
 def test_the_demo_looks_and_is_rewarded(whole):
     steps = steps_of(whole)
-    assert sorted(steps) == [0, 1, 2, 3]
-    for step in range(1, 4):
+    assert sorted(steps) == [0, 1, 2]
+    for step in (1, 2):
         record = steps[step]
         assert 0 < record["policy/rollout_logprob_gap"] < 1e-4
         assert (
@@ -48,25 +49,29 @@ def test_the_demo_looks_and_is_rewarded(whole):
         )
         shaped = record["reward/accuracy"] + record["reward/curiosity"] + record["reward/call_cost"]
         assert record["reward/mean"] == pytest.approx(shaped)
-    for step in range(1, 4):
+    kinds = set()
+    for step in (1, 2):
         groups: dict[int, list] = {}
         for row in rows_of(whole, step):
             groups.setdefault(row["prompt_index"], []).append(row)
         for group in groups.values():
             scores = [row["score"] for row in group]
             equal = len(set(scores)) == 1
+            kinds.add(equal)
             assert [row["advantage"] is None for row in group] == [equal] * len(group), "the filter"
             mean = sum(scores) / len(group)
             for row, score in zip(group, scores):
                 assert equal or row["advantage"] == pytest.approx(score - mean, abs=1e-6)
+    assert kinds == {True, False}, "groups that the filter drops, and others"
 
 
 def test_a_resume_equals_an_uninterrupted_run(whole, tmp_path):
     """The last step, again from the checkpoint before it."""
-    before = whole / "checkpoints/step_000002"
+    before = whole / "checkpoints/step_000001"
     options = [*data_of(whole), "--resume", before, "--output-dir", tmp_path]
     run_script("curiosity_rl.py", *SIZES, *STEPS, *options, ranks=2)
-    assert steps_of(tmp_path) == {3: steps_of(whole)[3]}
+    assert steps_of(tmp_path) == {2: steps_of(whole)[2]}
+    assert steps_of(whole)[2]["optim/grad_norm"] > 0
     weights = [
         (folder / "model" / "model.safetensors").read_bytes() for folder in (whole, tmp_path)
     ]
@@ -83,7 +88,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
         "--output-dir",
         tmp_path / "killed",
     ]
-    kill_once(*arguments, ranks=2, after_step=2)
+    kill_once(*arguments, ranks=2, after_step=1)
     run_script(*arguments, ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
@@ -116,8 +121,8 @@ def test_by_torchrun(whole, tmp_path):
 
 @pytest.mark.slow
 def test_replay_of_a_dump_repeats_its_update(whole, tmp_path):
-    dump, before = whole / "rollouts/step_000003.parquet", whole / "checkpoints/step_000002"
+    dump, before = whole / "rollouts/step_000002.parquet", whole / "checkpoints/step_000001"
     replay = ["--replay", dump, "--resume", before, *data_of(whole), "--output-dir", tmp_path]
     run_script("curiosity_rl.py", *SIZES, *STEPS, *replay, ranks=2)
     names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean")
-    assert [steps_of(tmp_path)[3][n] for n in names] == [steps_of(whole)[3][n] for n in names]
+    assert [steps_of(tmp_path)[2][n] for n in names] == [steps_of(whole)[2][n] for n in names]

@@ -6,8 +6,9 @@ import re
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, steps_of
 
+FEW_ROWS = [ROOT / "tests" / "workers" / "few_rows.py", "grpo.py"]
 POLICY = [
     "--model",
     "tiny-vl-python",
@@ -54,7 +55,7 @@ GROUPS = [
 GROUPS += ["--learning-rate", 1e-4]
 STEPS = [
     "--total-steps",
-    3,
+    2,
     "--deterministic",
     "--dump-rollouts-every",
     1,
@@ -70,7 +71,7 @@ def printed(tmp_path_factory):
     """What the run of `whole` prints."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     return folder, run_script(
-        "grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2
+        *FEW_ROWS, *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2
     )
 
 
@@ -80,7 +81,7 @@ def whole(printed):
 
 
 SAMPLE = re.compile(r"^--- step .*?(?=^step )", re.MULTILINE | re.DOTALL)
-OURS = ("memory of a rank", "grpo.py: ", "2048 prompts; ", "step ", "done: ", "... ")
+OURS = ("memory of a rank", "grpo.py: ", "64 prompts; ", "step ", "done: ", "... ")
 
 
 def test_nothing_but_ours_is_printed(printed):
@@ -93,8 +94,8 @@ def test_nothing_but_ours_is_printed(printed):
 
 
 def test_an_evaluation_runs_programs_and_pays_no_bonus(whole):
-    """After three steps the policy looks before it answers."""
-    for step in (0, 3):
+    """After two steps the policy looks before it answers."""
+    for step in (0, 2):
         record = steps_of(whole)[step]
         assert record["eval/reward"] == record["eval/accuracy"]
         samples = pq.read_table(whole / f"eval/step_{step:06d}.parquet").to_pylist()
@@ -109,14 +110,14 @@ def data_of(run) -> list:
 
 def test_programs_are_run_rewarded_and_trained_on(whole):
     steps = steps_of(whole)
-    assert sorted(steps) == [0, 1, 2, 3]
+    assert sorted(steps) == [0, 1, 2]
     timed = [record for record in metrics_of(whole) if "time/rollout_s" in record]
     busy = [(record["time/engine_s"], record["time/tools_s"]) for record in timed]
     assert all(
         min(both) > 0 and sum(both) < timed["time/rollout_s"]
         for both, timed in zip(busy, timed, strict=True)
     )
-    for step in (1, 2, 3):
+    for step in (1, 2):
         record = steps[step]
         assert 0 < record["policy/rollout_logprob_gap"] < 1e-4 and record["optim/grad_norm"] > 0
         assert 0 < record["tool/acted"] < 1 and 0 < record["tool/error_rate"] < 1
@@ -144,7 +145,7 @@ def test_kill_and_resume_and_replay(whole, tmp_path):
     """With --deterministic each block starts from the transcript, so that a resume repeats a step
     bit for bit."""
     arguments = ["grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, *data_of(whole)]
-    kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=2)
+    kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=1)
     run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=2)
     assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
     assert steps_of(tmp_path / "killed") == steps_of(whole)
@@ -153,7 +154,7 @@ def test_kill_and_resume_and_replay(whole, tmp_path):
         for folder in (whole, tmp_path / "killed")
     ]
     assert weights[0] == weights[1]
-    dump, before = whole / "rollouts/step_000003.parquet", whole / "checkpoints/step_000002"
+    dump, before = whole / "rollouts/step_000002.parquet", whole / "checkpoints/step_000001"
     run_script(
         *arguments,
         "--replay",
@@ -171,6 +172,6 @@ def test_kill_and_resume_and_replay(whole, tmp_path):
         "reward/mean",
         "reward/tool_bonus",
     )
-    assert [steps_of(tmp_path / "replay")[3][n] for n in names] == [
-        steps_of(whole)[3][n] for n in names
+    assert [steps_of(tmp_path / "replay")[2][n] for n in names] == [
+        steps_of(whole)[2][n] for n in names
     ]

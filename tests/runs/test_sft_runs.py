@@ -12,6 +12,7 @@ from rows import write_pixel_reasoner
 from vl import write_rows, write_tiny_vl
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
+NO_EVALUATION = ["--eval-every", 0, "--no-eval-before"]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
@@ -55,11 +56,11 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
         "--warmup-steps",
         2,
         "--batch-size",
-        32,
+        8,
         "--output-dir",
         tmp_path,
         "--eval-rows",
-        32,
+        16,
         ranks=2,
     )
     steps = steps_of(tmp_path)
@@ -76,6 +77,7 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
         tmp_path / "model",
         "--dtype",
         "fp32",
+        "--synced-only",
     )
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert result["synced"] < 1e-4, "transformers and vLLM disagree about the exported folder"
@@ -149,6 +151,7 @@ def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
             "fp32",
             "--learning-rate",
             1e-3,
+            *NO_EVALUATION,
             *extra,
         ]
         done = run_script("sft.py", *options, "--output-dir", tmp_path / name, ranks=ranks)
@@ -176,77 +179,73 @@ def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "dtype, bound", [("float64", 1e-10), pytest.param("float32", 1e-5, marks=pytest.mark.slow)]
+    "dtype, bound, pairs",
+    [
+        ("float64", 1e-10, ["--pairs"]),
+        pytest.param("float64", 1e-10, [], marks=pytest.mark.slow),
+        pytest.param("float32", 1e-5, [], marks=pytest.mark.slow),
+    ],
 )
-def test_the_gradient_of_mixed_rows_is_the_sum_of_the_rows_gradients(mixed, dtype, bound):
+def test_the_gradient_of_mixed_rows_is_the_sum_of_the_rows_gradients(mixed, dtype, bound, pairs):
+    """By default half of the combinations: any two settings meet."""
     _, model, _, data, _, _, _, media_root, *_ = mixed
     worker = ROOT / "tests" / "workers" / "sft_gradients.py"
     options = ["--model", model, "--data", data, "--media-root", media_root, "--dtype", dtype]
-    distances = json.loads(run_script(worker, *options, ranks=2).stdout.strip().splitlines()[-1])
-    assert len(distances) == 8
+    distances = json.loads(run_script(worker, *options, *pairs, ranks=2).stdout.splitlines()[-1])
+    assert len(distances) == (4 if pairs else 8)
     worst = max(distances, key=distances.get)
     assert distances[worst] <= bound, f"{worst}: {distances[worst]:.2g}"
 
 
-def test_frozen_vision_does_not_move(mixed, tmp_path):
-    from safetensors.torch import load_file
-
-    options = [
-        *mixed,
-        "--batch-size",
-        4,
-        "--total-steps",
-        2,
-        "--dtype",
-        "fp32",
-        "--learning-rate",
-        1e-3,
-    ]
-    run_script(
-        "sft.py",
-        *options,
-        "--freeze-vision",
-        "--save-weights-only",
-        "--save-every",
-        1,
-        "--output-dir",
-        tmp_path,
-    )
-    before = load_file(mixed[1] / "model.safetensors")
-    after = load_file(tmp_path / "model" / "model.safetensors")
-    moved = {name for name in before if not before[name].equal(after[name])}
-    assert moved and not any("visual" in name for name in moved)
-    assert (tmp_path / "model-step_000001").is_dir() and not (tmp_path / "checkpoints").exists()
-
-
-def test_weights_that_cannot_be_written_cost_their_folder_alone(mixed, tmp_path):
-    """With --save-weights-only there is no checkpoint to go on from."""
-    (tmp_path / "model-step_000001").write_text("in its place")
-    (tmp_path / "model-step_000900").mkdir()  # another run's
-    (tmp_path / "model-step_000002").mkdir()
-    (tmp_path / "model-step_000002/notes.txt").write_text("the user's")
+@pytest.fixture(scope="module")
+def frozen(mixed, tmp_path_factory):
+    """(folder, what is said) of a run with --freeze-vision and --save-weights-only: in the place of
+    its first weights is a file, and other weights stand beside them."""
+    folder = tmp_path_factory.mktemp("frozen")
+    (folder / "model-step_000001").write_text("in its place")
+    (folder / "model-step_000900").mkdir()  # another run's
+    (folder / "model-step_000002").mkdir()
+    (folder / "model-step_000002/notes.txt").write_text("the user's")
     options = [
         *mixed,
         "--batch-size",
         4,
         "--total-steps",
         5,
-        "--save-weights-only",
-        "--save-every",
-        1,
+        "--dtype",
+        "fp32",
+        "--learning-rate",
+        1e-3,
     ]
-    done = run_script("sft.py", *options, "--output-dir", tmp_path)
-    assert f"warning: {tmp_path}/model-step_000001 not written" in done.stdout + done.stderr
-    folders = sorted(path.name for path in tmp_path.glob("model*") if path.is_dir())
+    options += ["--freeze-vision", "--save-weights-only", "--save-every", 1, "--eval-rows", 2]
+    return folder, run_script("sft.py", *options, "--output-dir", folder)
+
+
+def test_frozen_vision_does_not_move(mixed, frozen):
+    from safetensors.torch import load_file
+
+    folder, _ = frozen
+    before = load_file(mixed[1] / "model.safetensors")
+    after = load_file(folder / "model" / "model.safetensors")
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved and not any("visual" in name for name in moved)
+    assert (folder / "model-step_000004").is_dir() and not (folder / "checkpoints").exists()
+
+
+def test_weights_that_cannot_be_written_cost_their_folder_alone(frozen):
+    """With --save-weights-only there is no checkpoint to go on from."""
+    folder, done = frozen
+    assert f"warning: {folder}/model-step_000001 not written" in done.stdout + done.stderr
+    folders = sorted(path.name for path in folder.glob("model*") if path.is_dir())
     assert folders == ["model", *(f"model-step_{step:06d}" for step in (2, 3, 4, 900))]
-    assert [path.name for path in (tmp_path / "model-step_000002").iterdir()] == ["notes.txt"], (
+    assert [path.name for path in (folder / "model-step_000002").iterdir()] == ["notes.txt"], (
         "two of this run's stay"
     )
-    assert (tmp_path / "model-step_000003/config.json").is_file()
+    assert (folder / "model-step_000003/config.json").is_file()
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_both(mixed, tmp_path):
-    options = [*mixed, "--batch-size", 4, "--total-steps", 3, "--dtype", "fp16", "--save-every", 1]
+    options = [*mixed, "--batch-size", 4, "--total-steps", 3, "--dtype", "fp16", *NO_EVALUATION]
     worker = ROOT / "tests" / "workers" / "sft_overflow.py"
     run_script(worker, *options, "--micro-batch-tokens", 100_000, "--output-dir", tmp_path, ranks=2)
     steps = steps_of(tmp_path)

@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
             ppo.returns_and_advantages(rewards, old, index, options),
         )
         ppo.critic_backward(critic, minibatch, tokens, options, world)
-        optimizer.step(2e-3 * (1 - step / args.steps))
+        optimizer.step(4e-3 * (1 - step / args.steps))
     errors["at the end"] = max(
         all_reduce([(values() - torch.tensor(truth)).abs().max().item()], "max")
     )
@@ -94,5 +94,5 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="fsdp")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=75)
     run(main, parser.parse_args())

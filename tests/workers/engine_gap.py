@@ -133,6 +133,8 @@ def main(args: argparse.Namespace) -> None:
     result: dict = {"preload": os.environ.get("LD_PRELOAD")}
     sync(0)
     result["synced"] = gap(0)
+    if args.synced_only:
+        return say(json.dumps(result))
     move_policy()
     result["stale"] = gap(1)
     sync(1)
@@ -269,4 +271,5 @@ if __name__ == "__main__":
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--orders", action="store_true")
+    parser.add_argument("--synced-only", action="store_true")
     run(main, parser.parse_args())
