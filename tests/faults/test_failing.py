@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,10 +30,11 @@ from helpers import (
     torchrun,
     wait_until,
 )
+from torch.distributed import HashStore
 from zygote import RANK_VARIABLES
 
 import grpo
-from common import script
+from common import ending, script
 from common.distributed import World, init_world
 from common.ending import GRACE_S
 from common.engine.vllm import VllmEngine
@@ -88,6 +90,24 @@ def test_a_stall_prints_the_stacks_of_all_ranks_and_ends():
     asleep = 1 + lines.index("        time.sleep(1)  # nobody calls sign_of_life")
     assert f'faults.py", line {asleep} in main' in output and "all_reduce" in output
     assert seconds < 5 * (3 + 10)
+
+
+def test_of_ranks_that_fail_at_once_the_first_prints_its_trace(monkeypatch, capfd):
+    """As by a file that is gone: each other one has its line alone, which names its rank."""
+
+    def main() -> None:
+        raise ValueError("a full disk")
+
+    monkeypatch.setattr(ending, "_store", HashStore())
+    monkeypatch.setattr("common.ending.time.sleep", lambda seconds: None)
+    for number in (1, 0, 2):
+        monkeypatch.setenv("RANK", str(number))
+        assert script._outcome(main) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("[rank 1] failed:\nTraceback") and said.count("failed:") == 1, said
+    line = "] ValueError: a full disk"
+    assert said.splitlines()[-3:] == [f"[rank {number}{line}" for number in (1, 0, 2)]
+    assert ending.first_failure() == f"[rank 1{line}"
 
 
 # --- ranks without torchrun, which costs 10 processor seconds -------------------------------------
@@ -511,6 +531,23 @@ def test_a_lost_terminal_and_slurms_signal_are_sigterms_unless_ignored(
     finally:
         for handled, handler in previous.items():
             signal.signal(handled, handler)
+
+
+@pytest.mark.parametrize(
+    "received, other, code",
+    [([], 0, 0), ([], 143, 143), ([signal.SIGHUP], 0, 143), ([signal.SIGINT], 0, 130)],
+)
+def test_a_signal_to_one_rank_ends_all(monkeypatch, received, other, code):
+    """The ranks agree on the step with which they end, whichever has got the signal."""
+
+    def all_reduce(values: list[float], op: str) -> list[float]:
+        return [{"max": max}[op](value, float(other)) for value in values]
+
+    monkeypatch.setattr(script, "received", received)
+    monkeypatch.setattr(script, "stopping", threading.Event())
+    monkeypatch.setattr(script, "all_reduce", all_reduce)
+    assert script.requested_exit_code() == code
+    assert script.stopping.is_set() == (code > 0)
 
 
 @pytest.mark.slow

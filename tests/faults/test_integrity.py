@@ -359,6 +359,27 @@ def test_what_stands_in_the_way_of_an_atomic_write_is_removed(tmp_path, left):
     ).read_text() == "mine"
 
 
+def test_an_atomic_write_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Else a power cut may leave an empty file under it."""
+    done = []
+    sync, replace = os.fsync, os.replace
+
+    def recorded_sync(number: int) -> None:
+        done.append(("fsync", os.fstat(number).st_ino, os.fstat(number).st_size))
+        sync(number)
+
+    def recorded_replace(source: Path, target: Path) -> None:
+        done.append(("replace", os.stat(source).st_ino, target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_sync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    path = tmp_path / "file"
+    replace_file(path, lambda temporary: temporary.write_text("new"))
+    number = path.stat().st_ino
+    assert done == [("fsync", number, len("new")), ("replace", number, path)]
+
+
 # --- the lock -------------------------------------------------------------------------------------
 
 HOLDER = (

@@ -115,9 +115,11 @@ def test_packing_variants_give_the_same_logprobs_and_gradients(tiny_config, dtyp
 
 def test_packed_logprobs_equal_the_plain_model(tiny_config):
     """The reference is transformers' own forward on prompt + response, one by one, without any mask
-    of ours."""
+    of ours. Environments begin two episodes of a group differently."""
     policy = random_policy(tiny_config)
     episodes = random_episodes(4)
+    for episode in episodes[2:4]:
+        episode.prompt_ids = [*episode.prompt_ids, 3 + episode.sample_index]
     packed, _ = losses_and_gradients(policy, episodes, budget=100)
     policy.model.set_attn_implementation("sdpa")
     plain = []

@@ -254,6 +254,30 @@ def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path, world, left):
     assert (step / "trainer.json").is_file()
 
 
+def test_a_step_is_saved_again_without_a_removal_of_the_old_one(tmp_path, world, monkeypatch):
+    """A kill in a removal would leave half a step under its name. A user's file that no removal
+    takes stays, too, in the folder that the old one has become."""
+
+    def killed(folder):
+        (folder / "manifest.json").unlink()
+        raise SystemExit("killed")
+
+    save(tmp_path, 10, world)
+    step = tmp_path / "checkpoints" / "step_000010"
+    monkeypatch.setattr("common.manifest.shutil.rmtree", killed)
+    save(tmp_path, 10, world, seed=2)
+    monkeypatch.undo()
+    after = trained(1)
+    load_checkpoint(find_checkpoint(tmp_path, "auto", world), after, world)
+    assert torch.equal(after["policy"][0].weight, trained(2)["policy"][0].weight)
+    (step / "notes.txt").write_text("mine")
+    for number in (10, 20):
+        save(tmp_path, number, world)
+        assert (tmp_path / "checkpoints/latest").read_text() == f"step_{number:06d}"
+        notes = tmp_path / "checkpoints/tmp_old_step_000010/notes.txt"
+        assert [*tmp_path.rglob("notes.txt")] == [notes]
+
+
 def test_resume_by_path_and_its_errors(tmp_path, world):
     assert find_checkpoint(tmp_path, "auto", world) is None
     save(tmp_path, 10, world, best=True)

@@ -295,12 +295,15 @@ def test_every_rank_comes_to_every_exchange(rollouts, monkeypatch, samples):
     assert sorted(seen) == list(range(rollouts.eval_rows))
 
 
-def test_a_row_keeps_its_seed_where_others_were_dropped(rollouts):
+def test_a_row_keeps_its_seed_at_every_step_and_where_others_were_dropped(rollouts):
     """With tools a prompt may be too long that fits without: the other rows can still be
     compared."""
     rollouts.eval_rows = 5
-    rollouts.evaluate(None, 20)
+    rollouts.evaluate(None, 0)
     whole = rollouts.engine.seeds
+    rollouts.engine.seeds = {}
+    rollouts.evaluate(None, 20)
+    assert rollouts.engine.seeds == whole, "two evaluations differ by the weights alone"
     rollouts.engine.seeds = {}
     texts = [*rollouts.eval_data]
     rollouts.eval_data = Rows(texts[:5:2], rollouts.tokenizer)

@@ -96,8 +96,8 @@ def test_a_page_shows_row_truth_and_the_end_in_words(tmp_path, tokenizer, world)
         episode.row = 40 + episode.prompt_index
         episode.truth = f"truth {episode.prompt_index}"
     episodes[0].finish_reason = "max_turns"
-    path = dump_rollouts(tmp_path, 1, episodes, episodes, [0.5] * 4, tokenizer, world)
-    assert load_rollouts(path, 1, world, LIMITS)[0] == episodes
+    path = dump_rollouts(tmp_path, 1, episodes, episodes[1:3], [0.5] * 2, tokenizer, world)
+    assert load_rollouts(path, 1, world, LIMITS) == (episodes, episodes[1:3])
     write_page(path, tokenizer)
     page = path.with_suffix(".html").read_text()
     assert "Prompt 0, row 40" in page and "Prompt 1, row 41" in page

@@ -159,9 +159,14 @@ def test_chances_are_the_same_in_every_process(open_turns):
     turns = open_turns(HASHED, workers=2, max_turns=9)
     draw = call("draw")
     episodes, _ = run(
-        [[draw, "end"]] * 8 + [[draw, call("draw", die=True), "end"]], turns, game_row(turns), n=9
+        [[draw, draw, "end"]] * 8 + [[draw, call("draw", die=True), "end"]],
+        turns,
+        game_row(turns),
+        n=9,
     )
     assert len({e.calls[0]["text"] for e in episodes}) == 1 and len(turns.workers.pool.workers) > 1
+    (second,) = {e.calls[1]["text"] for e in episodes[:8]}
+    assert second != episodes[0].calls[0]["text"], "each call has chances of its own"
     assert episodes[8].finish_reason == "stop", "made again, it is the same"
 
 

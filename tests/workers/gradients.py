@@ -11,6 +11,7 @@ import json
 import torch
 from episodes import random_episodes
 from helpers import make_args, random_policy, relative_l2
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config
 
@@ -99,15 +100,24 @@ def gradients_of(model) -> list[torch.Tensor]:
     return [full(p.grad) for p in model.parameters() if p.requires_grad]
 
 
-def make_models(config, dtype: torch.dtype, lora: bool) -> dict[str, torch.nn.Module]:
+def make_models(
+    config, dtype: torch.dtype, lora: bool, mesh: DeviceMesh | None = None
+) -> dict[str, torch.nn.Module]:
+    """Models, sharded over a mesh. As in `load_model` the adapters come after that, and are whole,
+    as is then a critic's head."""
     policies = [random_policy(config, dtype, seed) for seed in (0, 1)]
-    for policy in policies if lora else ():
-        add_adapters(policy.model, repeated_blocks(policy), Machine(lora_rank=4, lora_alpha=8.0))
-        for _, layer in adapters(policy):
-            layer.lora_B.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
     critic = Critic(policies[1].model.base_model, "sdpa")
     torch.nn.init.normal_(critic.head, generator=torch.Generator().manual_seed(1))
-    return {"policy": policies[0], "critic": critic}
+    models = {"policy": policies[0], "critic": critic}
+    for model in models.values():
+        layers = repeated_blocks(model)
+        if mesh:
+            wrap_model(model, mesh, dtype, own_stay_whole=lora)
+        if lora:
+            add_adapters(model.model, layers, Machine(lora_rank=4, lora_alpha=8.0))
+        for _, layer in adapters(model):
+            layer.lora_B.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+    return models
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,10 +163,7 @@ def main(args: argparse.Namespace) -> None:
     distances = {}
     for strategy in ("ddp", *args.shard_sizes):
         mesh = make_mesh(world, "ddp") if strategy == "ddp" else make_mesh(world, "fsdp", strategy)
-        models = {
-            name: wrap_model(m, mesh, dtype)
-            for name, m in make_models(config, dtype, args.lora).items()
-        }
+        models = make_models(config, dtype, args.lora, mesh)
         for name, owner in owners.items():
             mine = [e for e in episodes if owner(e) == world.rank]
             for budget in args.budgets:
