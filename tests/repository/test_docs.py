@@ -632,14 +632,16 @@ def example(tmp_path_factory) -> tuple[Path, list[str]]:
 
 
 def test_the_example_of_the_readme_runs(example):
-    """As pasted, but for the number of steps, and an engine that every machine has."""
+    """As pasted, but for the number of steps and samples, and an engine that every machine has."""
     folder, words = example
     assert words[:2] == ["python", "grpo.py"]
     arguments = [
         re.sub(r"^(rows\.jsonl|rewards\.py:.*|runs/mine)$", rf"{folder}/\1", word)
         for word in words[1:]
     ]
-    arguments[arguments.index("--total-steps") + 1] = "1"
+    smaller = {"--total-steps": "1", "--prompts-per-step": "8", "--max-response-tokens": "64"}
+    for flag, value in smaller.items():
+        arguments[arguments.index(flag) + 1] = value
     run_script(*arguments, "--engine", "hf")
     records = [record for record in metrics_of(folder / "runs/mine") if record.get("step")]
     assert [record["step"] for record in records] == [1]
