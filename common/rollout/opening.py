@@ -158,8 +158,6 @@ def open_prompts(
     datasets = [prompts for prompts in (train_data, eval_data) if prompts]
     if not needs_template and any(prompts.uses_template for prompts in datasets):
         end_turns_properly(job.tokenizer, None)
-    if eval_data and rollout.eval_temperature == 0:
-        note_sampling(Path(job.path))
     return train_data, eval_data
 
 
@@ -258,6 +256,8 @@ def open_engine(job: Job, rollout: Rollout) -> Engine | None:
     if rollout.engine == "auto" and name == "hf":
         name = "hf, as vLLM is not installed"
     say(f"{job.summary}, rollouts by {name}")
+    if rollout.eval_temperature == 0:
+        note_sampling(Path(job.path))
     return engine
 
 

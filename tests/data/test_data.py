@@ -748,7 +748,7 @@ BAD = {
     "a JSON list, expected an object": "[1]",
     "a JSON str, expected an object": '"hello"',
     "a JSON str, expected an object ": '""',
-    "malformed: TypeError": row(videos=5),
+    "a video is given as the list of its frames": row(videos=5),
     "prompt is the text of a list of messages: write the list": row(
         prompt=json.dumps(row()["prompt"])
     ),
