@@ -3,16 +3,24 @@
     python tests/bench/paper.py                                # 7B, 32B, 72B of Qwen2.5 on 8, 64,
     512 GPUs
     python tests/bench/paper.py --models 14B --gpus 16 32
+    python tests/bench/paper.py --tasks                        # four tasks on eight GPUs
 
 Memory is the plan of common/memory/plan.py, with the KV cache taking what the engine leaves
 of a card; times follow from published peaks and the shares of them in `Args`. A step: 512 prompts
 of 512 tokens, 16 answers of 1,024 tokens each, the longest 4,096; --gradient-checkpointing, one
 optimizer step. Not counted: rewards, evaluations, checkpoints.
+
+--tasks: the batches and lengths of `TASKS`, which are assumed, in place of these; each answer has a
+length of its own, and attention counts.
 """
 
+import heapq
+import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from random import Random
+from typing import Any
 
 import torch
 import tyro
@@ -20,7 +28,11 @@ from gpu import SHAPES, make_config
 from report import table
 
 from common.flags import Machine, Rollout
+from common.memory.estimate import phases_of
 from common.memory.plan import GB_PER_GIB, memory_phases
+from common.memory.shape import ModelShape, model_shape
+from common.torch_repair import transformers
+from common.vision import skeleton
 
 PROMPTS, SAMPLES, PROMPT, ANSWER, LONGEST = 512, 16, 512, 1024, 4096
 # H100 SXM, published: dense bf16, HBM3, NVLink 4 and NDR InfiniBand in one direction, a PCIe 5.0
@@ -39,6 +51,7 @@ class Args:
     bandwidth: float = 0.8  # share of the peak of memory and of links
     hop: float = 5e-6  # seconds of a collective for each rank in its ring
     micro_batch_tokens: int = 8192
+    tasks: bool = False  # four tasks on eight GPUs, in place of `models` on `gpus`
 
 
 @dataclass(frozen=True)
@@ -134,10 +147,16 @@ def sync_seconds(model: Model, lay: Layout, args: Args) -> float:
     return collective(2 * model.size, lay.shard, model.tensors, args) + moved
 
 
-def decode_seconds(model: Model, lay: Layout, running: float, args: Args) -> float:
+def decode_seconds(
+    model: Model,
+    lay: Layout,
+    running: float,
+    args: Args,
+    # tokens; the prompt is read once for the samples of a group
+    context: float = PROMPT / SAMPLES + ANSWER / 2,
+) -> float:
     """One token of each of the sequences that run in an engine: its weights and their cache are
     read once."""
-    context = PROMPT / SAMPLES + ANSWER / 2  # the prompt is read once for the samples of a group
     read = (
         (2 * model.size + running * context * model.kv_bytes) / lay.engine / (args.bandwidth * HBM)
     )
@@ -197,7 +216,242 @@ def row(name: str, gpus: int, shard: int, args: Args) -> list[str]:
     ]
 
 
+# --- four tasks on eight GPUs ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its batch; all lengths in tokens. Those of answers are log-normal, and cut at the
+    longest."""
+
+    name: str
+    config: str  # of CONFIGS
+    median: float  # of answers
+    longest: int
+    prompt: int  # on average
+    longest_prompt: int
+    gpus: int = NODE
+    prompts: int = 128  # that a step trains on
+    samples: int = 8
+    oversample: float = 1.0  # prompts that a step samples, for each that it trains on
+    spread: float = 0.8  # of the logarithms of lengths
+    calls: int = 0  # of tools, in an answer
+    reply: int = 0  # that a call returns
+    minibatches: int = 1
+    kl: bool = False  # with a reference
+    checkpointing: bool = False
+    compile: bool = True
+    micro_batch_tokens: int = 16_384  # or the longest trajectory, if that is more
+    mfu: float = 0.0  # in place of --mfu: where it was measured
+    steps: int = 200
+
+    @property
+    def trajectory(self) -> int:
+        """The longest one."""
+        return self.longest_prompt + self.longest
+
+    @property
+    def machine(self) -> Machine:
+        return Machine(
+            micro_batch_tokens=max(self.micro_batch_tokens, self.trajectory),
+            gradient_checkpointing=self.checkpointing,
+            compile=self.compile,
+        )
+
+    def lengths(self) -> list[int]:
+        """What the policy writes in the answers of a step."""
+        random = Random(0)
+        count = math.ceil(self.oversample * self.prompts) * self.samples
+        drawn = (random.lognormvariate(math.log(self.median), self.spread) for _ in range(count))
+        return [min(self.longest - self.calls * self.reply, round(length)) for length in drawn]
+
+
+TOOL_SECONDS = 1.0  # of a call of a tool, while the engine goes on with other answers
+PYTHON_SECONDS = 30e-6  # of vLLM's scheduler, for each sequence and token
+TASKS = (
+    Task(
+        "(a) 8B",
+        "Qwen3-8B",
+        median=6000,
+        longest=16_384,
+        prompt=256,
+        longest_prompt=1024,
+        oversample=1.8,
+        checkpointing=True,
+    ),
+    Task(
+        "(b) 4B",
+        "Qwen3-4B",
+        median=2000,
+        longest=8192,
+        prompt=512,
+        longest_prompt=1024,
+        calls=3,
+        reply=200,
+        micro_batch_tokens=8192,
+    ),
+    Task(
+        "(c) VL-7B",
+        "Qwen2.5-VL-7B",
+        median=300,
+        longest=2048,
+        prompt=768,
+        longest_prompt=2048,
+        prompts=512,
+        samples=5,
+        minibatches=4,
+        kl=True,
+        checkpointing=True,
+        compile=False,
+    ),
+    Task(
+        "(d) 1.5B",
+        "1.5B",
+        median=300,
+        longest=1024,
+        prompt=128,
+        longest_prompt=512,
+        gpus=1,
+        minibatches=4,
+        mfu=0.31,
+    ),
+)
+
+
+def make_task_config(name: str) -> Any:
+    """The published config.json, as far as memory and time depend on it."""
+    if name in SHAPES:
+        return make_config(name)
+    if name == "Qwen2.5-VL-7B":
+        text = make_config("7B").to_dict()
+        tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420}
+        tower["out_hidden_size"] = text["hidden_size"]
+        return transformers.Qwen2_5_VLConfig(
+            text_config=text, vision_config=tower, tie_word_embeddings=False
+        )
+    hidden, intermediate, tied = {
+        "Qwen3-8B": (4096, 12_288, False),
+        "Qwen3-4B": (2560, 9728, True),
+    }[name]
+    return transformers.Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=tied,
+    )
+
+
+def task_phases(task: Task, shape: ModelShape, machine: Machine) -> dict[str, float]:
+    """Gigabytes, by the plan that a run prints; without a KV cache."""
+    rollout = Rollout(
+        engine_memory=1e-9,
+        max_prompt_tokens=task.longest_prompt,
+        max_response_tokens=task.longest,
+    )
+    frozen = [shape] * task.kl
+    return phases_of(rollout, machine, task.gpus, torch.bfloat16, [shape], frozen, on_gpu=True)
+
+
+def task_rollout_seconds(task: Task, model: Model, lay: Layout, args: Args) -> tuple[float, float]:
+    """(seconds of the slowest engine, those that engines would take which are always full)
+
+    Prompts are dealt to the engines. Each runs as many answers at once as fit at their mean length,
+    first come, first served.
+    """
+    lengths = task.lengths()
+    replies = task.calls * task.reply
+    growth = 1 + replies * len(lengths) / sum(lengths)  # of an answer, for each token written
+    prompt = task.prompt / task.samples  # read once for the samples of a group
+    mean = growth * sum(lengths) / len(lengths)
+    engines = task.gpus
+    places = int(min(lay.cache / ((prompt + mean) * model.kv_bytes), len(lengths) / engines))
+
+    def token_seconds(running: int, written: float) -> float:
+        decode = decode_seconds(model, lay, running, args, prompt + growth * written)
+        return max(decode, PYTHON_SECONDS * running)
+
+    slowest = 0.0
+    for engine in range(engines):
+        groups = range(engine, len(lengths) // task.samples, engines)
+        waiting = [lengths[g * task.samples + s] for g in groups for s in range(task.samples)]
+        running: list[tuple[int, int]] = []  # (end, start), in tokens of this engine's clock
+        now, seconds = 0, 0.0
+        while waiting or running:
+            while waiting and len(running) < places:
+                heapq.heappush(running, (now + waiting.pop(), now))
+            steps = running[0][0] - now
+            written = sum(now - start for _, start in running) / len(running) + steps / 2
+            seconds += steps * token_seconds(len(running), written)
+            now += steps
+            while running and running[0][0] == now:
+                heapq.heappop(running)
+        slowest = max(slowest, seconds)
+    written = sum(length**2 for length in lengths) / sum(lengths) / 2  # at a random moment
+    full = sum(lengths) / engines / places * token_seconds(places, written)
+    prefilled = len(lengths) * (prompt + replies) / engines
+    prefill = 2 * model.size * prefilled / (args.mfu * FLOPS)
+    return slowest + prefill + task.calls * TOOL_SECONDS, full + prefill
+
+
+def task_update_seconds(task: Task, shape: ModelShape, args: Args) -> float:
+    """Forward and backward, forwards again by checkpointing, of the reference, and of old log-probs
+    (of all minibatches but the first); behind them the collectives are hidden."""
+    lengths = task.lengths()
+    count = task.prompts * task.samples  # answers that it trains on
+    answer = sum(lengths) / len(lengths) + task.calls * task.reply
+    tokens = (count * answer + task.prompts * task.prompt) / task.gpus
+    passes = 3 + task.checkpointing + task.kl + (1 - 1 / task.minibatches)  # of 2 a weight
+    seen = task.prompt + sum(n**2 for n in lengths) / sum(lengths) / 2  # by a token, on average
+    weights = 2 * shape.parameters
+    attention = 4 * shape.layers * shape.queries * seen
+    return passes * (weights + attention) * tokens / ((task.mfu or args.mfu) * FLOPS)
+
+
+def task_row(task: Task, args: Args) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        make_task_config(task.config).save_pretrained(folder)
+        shape = model_shape(folder, task.machine)
+        tensors = len(list(skeleton(folder).parameters()))
+    gb = task_phases(task, shape, task.machine)
+    context = gb["context"]
+    kept = replace(task.machine, gradient_checkpointing=False, micro_batch_tokens=task.trajectory)
+    all_kept = task_phases(task, shape, kept)["update"]
+    lay = Layout(
+        shard=task.gpus,
+        engine=1,
+        offload=False,
+        update=1e9 * (gb["update"] + context),
+        rollout=1e9 * (gb["rollout"] + context),
+    )
+    model = Model(shape.parameters, shape.layers, tensors, 2 * 2 * shape.keys * shape.layers)
+    sync = sync_seconds(model, lay, args)
+    rollout, full = task_rollout_seconds(task, model, lay, args)
+    update = task_update_seconds(task, shape, args)
+    step = sync + rollout + update
+    gigabytes = [lay.update / 1e9, all_kept + context, lay.rollout / 1e9, lay.cache / 1e9]
+    seconds = [rollout, max(0.0, rollout - full), update, step]
+    return [
+        task.name,
+        f"{sum(task.lengths()) / len(task.lengths()):,.0f}",
+        *(f"{number:,.0f}" for number in gigabytes + seconds),
+        f"{task.steps * step / 3600:.1f}",
+    ]
+
+
+def task_table(args: Args) -> None:
+    head = ["task", "answer", "update GB", "kept", "rollout GB", "cache", "rollout s"]
+    head += ["tail s", "update s", "step s", "200 steps h"]
+    table(head, *(task_row(task, args) for task in TASKS))
+
+
 def main(args: Args) -> None:
+    if args.tasks:
+        task_table(args)
+        return
     if unknown := set(args.models) - set(SHAPES):
         raise SystemExit(f"--models {', '.join(unknown)}: none of {', '.join(SHAPES)}")
     head = ["model", "GPUs", "layout", "engine parallel", "update GB", "rollout GB", "KV cache GB"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import checked_args
 from pages import PAGES, split_commands, text, without_heredocs
-from transformers import Qwen2_5_VLConfig, Qwen2Config
+from transformers import Qwen2_5_VLConfig, Qwen2Config, Qwen3Config
 
 from common.flags import EMBEDDED
 from common.memory.plan import memory_phases, no_rollout
@@ -24,6 +24,7 @@ SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied
     "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
     "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
 }
+QWEN3 = {"Qwen3-4B": (2560, 9728, True), "Qwen3-8B": (4096, 12_288, False)}  # hidden, MLP, tied
 MADE = {
     "runs/gsm8k/model": "0.5B",
     "runs/gsm8k-defaults/model": "0.5B",
@@ -36,7 +37,8 @@ ON_A_CPU = (*EMBEDDED, "smollm2", "runs/guess-form/model", "runs/grid-form/model
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    """{size: folder with a config.json and nothing else} of Qwen2.5, VL-7B of Qwen2.5-VL."""
+    """{size: folder with a config.json and nothing else} of Qwen2.5, VL-7B of Qwen2.5-VL, and of
+    Qwen3 by name."""
     found = {}
     for size, (hidden, mlp, layers, heads, kv_heads, vocabulary, tied) in SHAPES.items():
         text_config = {
@@ -60,6 +62,19 @@ def folders(tmp_path_factory) -> dict[str, str]:
         for name, config in ((size, Qwen2Config(**text_config)), (f"VL-{size}", pair)):
             found[name] = str(tmp_path_factory.mktemp(name))
             config.save_pretrained(found[name])
+    for name, (hidden, mlp, tied) in QWEN3.items():
+        config = Qwen3Config(
+            hidden_size=hidden,
+            intermediate_size=mlp,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151_936,
+            tie_word_embeddings=tied,
+        )
+        found[name] = str(tmp_path_factory.mktemp(name))
+        config.save_pretrained(found[name])
     return found
 
 
@@ -84,6 +99,8 @@ def recipes(page: str) -> list[tuple[int, str]]:
 
 
 def size_of(model: str) -> str:
+    if (name := model.rpartition("/")[2]) in QWEN3:
+        return name
     return MADE.get(model) or "".join(
         re.search(r"Qwen2\.5-(VL-|)(?:Math-)?([\d.]+B)", model).groups()
     )
@@ -134,6 +151,10 @@ def test_recipes_and_their_cards_are_found():
         80,
         80,
         32,
+        80,
+        80,
+        80,
+        80,
     ]
     assert any(
         "Qwen2.5-1.5B --output-dir runs/tinyzero-1.5B" in command
