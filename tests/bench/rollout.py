@@ -105,7 +105,7 @@ def batches(args: Args, world: World) -> None:
 def tail(args: Args, world: World) -> None:
     path = resolve_model(args.model)
     with TemporaryDirectory() as folder:
-        file, _ = embedded_data("tiny", Path(folder), write=True)
+        file, _ = embedded_data("tiny", Path(folder), world)
         data = PromptData(
             file, Data(), Rollout(), tokenizer=load_tokenizer(path), max_rows=args.trajectories // 8
         )

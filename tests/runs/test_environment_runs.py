@@ -121,11 +121,11 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(tmp_path_factory, world):
     """Flags of the demo's rows, whose system message tells of the tool."""
     folder = tmp_path_factory.mktemp("data")
     system = {"role": "system", "content": DEFAULT_SYSTEM + Hermes.system_block([CROP.schema])}
-    for file in embedded_data("tiny-vl", folder, write=True):
+    for file in embedded_data("tiny-vl", folder, world):
         table = pq.read_table(file)
         prompts = [[system, *prompt] for prompt in table["prompt"].to_pylist()]
         place = table.column_names.index("prompt")

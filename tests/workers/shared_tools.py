@@ -28,6 +28,7 @@ from common.types import Sampling
 
 def main(tools: str, *script: str) -> None:
     world, tokenizer, exchanges = init_world(), build_tokenizer(), []
+    counts = [0]  # of processes: in the end the tool may have ended all of them
     flags = Rollout(tools=tools, tool_workers=2, engine_parallel=world.size, max_turns=len(script))
     workers = open_tools(flags, new_subgroups(world.size, backend="gloo")[0])
     turns = Turns(tokenizer, workers, flags=flags)
@@ -36,6 +37,7 @@ def main(tools: str, *script: str) -> None:
 
     def exchange(*arguments):
         exchanges.append(engine.busy)
+        counts.append(len(psutil.Process().children(recursive=True)))
         return broadcast_object(*arguments)
 
     pools.broadcast_object = exchange
@@ -48,7 +50,7 @@ def main(tools: str, *script: str) -> None:
         ],
         "exchanges": len(exchanges),
         "while sampling": sum(exchanges),
-        "processes": len(psutil.Process().children(recursive=True)),
+        "processes": max(counts),
     }
     for part in gather_objects(mine):
         say(json.dumps(part))
