@@ -80,17 +80,15 @@ def test_a_rank_that_is_killed_ends_all():
     )
 
 
-def test_a_stall_prints_stacks_and_ends():
-    """Of each rank that gets there before the launcher ends it: the one that sleeps, the one that
-    waits for it in a collective, or both."""
+def test_a_stall_prints_the_stacks_of_all_ranks_and_ends():
     start = time.monotonic()
     done = run_script(FAULTS, "stall", ranks=2, check=False)
     output, seconds = done.stderr, time.monotonic() - start
     assert done.returncode != 0
     assert "Timeout (0:00:03)!\nThread 0x" in output
     lines = FAULTS.read_text().splitlines()
-    asleep = 1 + lines.index("        time.sleep(1)  # nobody calls sign_of_life")
-    assert f'faults.py", line {asleep} in main' in output or "all_reduce" in output
+    asleep = 1 + lines.index("        time.sleep(600)  # nobody calls sign_of_life")
+    assert f'faults.py", line {asleep} in main' in output and "all_reduce" in output
     assert seconds < 5 * (3 + 10)
 
 
