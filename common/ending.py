@@ -84,6 +84,8 @@ def fail(line: str, details: str = "") -> None:
     """Report a failure to the other ranks and to the user. The first rank to fail prints `details`;
     another one waits for that, and prints its line if it differs."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    # a stall's timer, if it ran out now, would cut the report off
+    faulthandler.cancel_dump_traceback_later()
 
     def end_without_network() -> None:
         print_failure(line, details)
@@ -102,6 +104,7 @@ def fail(line: str, details: str = "") -> None:
         details = ""
     if line != INTERRUPTED and (is_first or line != first_failure()):
         print_failure(line, details)
+    sign_of_life()  # what closes now may hang
 
 
 def print_failure(line: str, details: str = "") -> None:

@@ -92,6 +92,23 @@ def test_a_stall_prints_the_stacks_of_all_ranks_and_ends():
     assert seconds < 5 * (3 + 10)
 
 
+def test_a_stall_does_not_cut_off_what_a_rank_that_fails_has_to_say():
+    """It waits for the first one's report, and its timer has nearly run out by then."""
+    code = (
+        "from common import ending\n"
+        "ending._stall_s, ending.GRACE_S = 1.0, 2.0\n"
+        "ending.sign_of_life()\n"
+        "ending.fail('[rank 1] lost its peer')\n"
+        "print('it ends by itself')"
+    )
+    environment = {**os.environ, "LOCAL_RANK": "1"}  # not the one that speaks first
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, "it ends by itself\n"), done.stderr
+    assert done.stderr == "[rank 1] lost its peer\n"
+
+
 def test_of_ranks_that_fail_at_once_the_first_prints_its_trace(monkeypatch, capfd):
     """As by a file that is gone: each other one has its line alone, which names its rank."""
 
