@@ -40,6 +40,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import tyro
+from model_configs import QWEN2
 from report import ROOT, gpu_bytes, header, table
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
@@ -60,13 +61,7 @@ from common.types import Episode
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "smoke": (128, 256, 2, 2, 1, 512, True),
     "0.1B": (576, 1536, 30, 9, 3, 49_152, True),
-    "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
-    "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
-    "3B": (2048, 11_008, 36, 16, 2, 151_936, True),
-    "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
-    "14B": (5120, 13_824, 48, 40, 8, 152_064, False),
-    "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
-    "72B": (8192, 29_568, 80, 64, 8, 152_064, False),
+    **QWEN2,
 }
 # dense bf16, without sparsity, of the SXM boards
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}

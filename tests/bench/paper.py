@@ -20,18 +20,17 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
-from typing import Any
 
 import torch
 import tyro
 from gpu import SHAPES, make_config
+from model_configs import published_config
 from report import table
 
 from common.flags import Machine, Rollout
 from common.memory.estimate import phases_of
 from common.memory.plan import GB_PER_GIB, memory_phases
 from common.memory.shape import ModelShape, model_shape
-from common.torch_repair import transformers
 from common.vision import skeleton
 
 PROMPTS, SAMPLES, PROMPT, ANSWER, LONGEST = 512, 16, 512, 1024, 4096
@@ -292,7 +291,7 @@ TASKS = (
     ),
     Task(
         "(c) VL-7B",
-        "Qwen2.5-VL-7B",
+        "VL-7B",
         median=300,
         longest=2048,
         prompt=768,
@@ -316,33 +315,6 @@ TASKS = (
         mfu=0.31,
     ),
 )
-
-
-def make_task_config(name: str) -> Any:
-    """The published config.json, as far as memory and time depend on it."""
-    if name in SHAPES:
-        return make_config(name)
-    if name == "Qwen2.5-VL-7B":
-        text = make_config("7B").to_dict()
-        tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420}
-        tower["out_hidden_size"] = text["hidden_size"]
-        return transformers.Qwen2_5_VLConfig(
-            text_config=text, vision_config=tower, tie_word_embeddings=False
-        )
-    hidden, intermediate, tied = {
-        "Qwen3-8B": (4096, 12_288, False),
-        "Qwen3-4B": (2560, 9728, True),
-    }[name]
-    return transformers.Qwen3Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151_936,
-        tie_word_embeddings=tied,
-    )
 
 
 def task_phases(task: Task, shape: ModelShape, machine: Machine) -> dict[str, float]:
@@ -413,7 +385,7 @@ def task_update_seconds(task: Task, shape: ModelShape, args: Args) -> float:
 
 def task_row(task: Task, args: Args) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        make_task_config(task.config).save_pretrained(folder)
+        published_config(task.config).save_pretrained(folder)
         shape = model_shape(folder, task.machine)
         tensors = len(list(skeleton(folder).parameters()))
     gb = task_phases(task, shape, task.machine)

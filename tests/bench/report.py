@@ -1,12 +1,12 @@
-"""What the benchmarks share: the repository on the import path, on which machine they ran, and
-tables."""
+"""What the benchmarks share: the repository and tests/ on the import path, on which machine they
+ran, and tables."""
 
 import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 # of processes
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 

@@ -9,22 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import checked_args
+from model_configs import QWEN3, published_config
 from pages import PAGES, split_commands, text, without_heredocs
-from transformers import Qwen2_5_VLConfig, Qwen2Config, Qwen3Config
 
 from common.flags import EMBEDDED
 from common.memory.plan import memory_phases, no_rollout
 from common.memory.remedies import longest
 
 ROOM = 0.92  # share of a card that may be planned with, as in docs/scaling.md
-SHAPES = {  # hidden, MLP, layers, heads, key-value heads, vocabulary, tied
-    "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
-    "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
-    "3B": (2048, 11_008, 36, 16, 2, 151_936, True),
-    "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
-    "32B": (5120, 27_648, 64, 40, 8, 152_064, False),
-}
-QWEN3 = {"Qwen3-4B": (2560, 9728, True), "Qwen3-8B": (4096, 12_288, False)}  # hidden, MLP, tied
 MADE = {
     "runs/gsm8k/model": "0.5B",
     "runs/gsm8k-defaults/model": "0.5B",
@@ -37,44 +29,11 @@ ON_A_CPU = (*EMBEDDED, "smollm2", "runs/guess-form/model", "runs/grid-form/model
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    """{size: folder with a config.json and nothing else} of Qwen2.5, VL-7B of Qwen2.5-VL, and of
-    Qwen3 by name."""
+    """{name: folder with a config.json and nothing else}; names as `published_config` has them."""
     found = {}
-    for size, (hidden, mlp, layers, heads, kv_heads, vocabulary, tied) in SHAPES.items():
-        text_config = {
-            "hidden_size": hidden,
-            "intermediate_size": mlp,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "vocab_size": vocabulary,
-            "tie_word_embeddings": tied,
-        }
-        tower = {
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "out_hidden_size": hidden,
-        }
-        pair = Qwen2_5_VLConfig(
-            text_config=text_config, vision_config=tower, tie_word_embeddings=tied
-        )
-        for name, config in ((size, Qwen2Config(**text_config)), (f"VL-{size}", pair)):
-            found[name] = str(tmp_path_factory.mktemp(name))
-            config.save_pretrained(found[name])
-    for name, (hidden, mlp, tied) in QWEN3.items():
-        config = Qwen3Config(
-            hidden_size=hidden,
-            intermediate_size=mlp,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            vocab_size=151_936,
-            tie_word_embeddings=tied,
-        )
+    for name in ("0.5B", "1.5B", "3B", "7B", "32B", "VL-3B", "VL-7B", "VL-32B", *QWEN3):
         found[name] = str(tmp_path_factory.mktemp(name))
-        config.save_pretrained(found[name])
+        published_config(name).save_pretrained(found[name])
     return found
 
 
