@@ -1,10 +1,19 @@
 """Groups move between ranks before an update, so that no rank waits for the one with the longest
 answers."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 from common.distributed import World, gather_objects
 from common.types import Episode, by_prompt
+
+
+@dataclass(frozen=True)
+class Group:
+    """What all ranks know of the trained episodes of a prompt."""
+
+    prompt: int
+    minibatch: int
+    tokens: int  # that an update computes
 
 
 def balance_ranks(
@@ -19,47 +28,66 @@ def balance_ranks(
     """
     if world.size == 1:
         return sampled, trained, split
-    groups: list[tuple[int, int, int]] = []  # (minibatch, tokens, prompt)
-    for minibatch, numbers in enumerate(split):
-        for prompt, group in by_prompt([trained[i] for i in numbers]).items():
-            groups.append((minibatch, num_tokens(group), prompt))
-    all_groups = [group for groups_of_rank in gather_objects(groups) for group in groups_of_rank]
-    ranks = rank_of_prompts(all_groups, world.size)
+    groups: list[Group] = []
+    for groups_of_rank in gather_objects(groups_of(trained, split)):
+        groups.extend(groups_of_rank)
+    rank_of = rank_of_prompts(groups, world.size)
+    sampled, trained = exchange(sampled, trained, rank_of, world)
 
-    trained_of = {episode.sample: episode for episode in trained}  # a copy, if it is masked
-    own: list[tuple[Episode, Episode | None]] = []
-    leaving: list[tuple[Episode, Episode | None]] = []
-    for episode in sampled:
-        stays = ranks.get(episode.prompt_index, world.rank) == world.rank
-        (own if stays else leaving).append((episode, trained_of.get(episode.sample)))
-    for leaving_rank in gather_objects(leaving):
-        own += [pair for pair in leaving_rank if ranks[pair[0].prompt_index] == world.rank]
-    own.sort(key=lambda pair: pair[0].sample)
-
-    sampled = [episode for episode, _ in own]
-    trained = [episode for _, episode in own if episode is not None]
-    minibatch_of = {prompt: minibatch for minibatch, _, prompt in all_groups}
-    split = [[] for _ in split]
+    minibatch_of = {group.prompt: group.minibatch for group in groups}
+    new_split: list[list[int]] = [[] for _ in split]
     for number, episode in enumerate(trained):
-        split[minibatch_of[episode.prompt_index]].append(number)
-    return sampled, trained, split
+        new_split[minibatch_of[episode.prompt_index]].append(number)
+    return sampled, trained, new_split
+
+
+def groups_of(trained: list[Episode], split: list[list[int]]) -> list[Group]:
+    groups: list[Group] = []
+    for minibatch, numbers in enumerate(split):
+        episodes = [trained[number] for number in numbers]
+        for prompt, group in by_prompt(episodes).items():
+            groups.append(Group(prompt, minibatch, num_tokens(group)))
+    return groups
 
 
 def num_tokens(group: list[Episode]) -> int:
     """Tokens that an update computes for a group: its prompt once, and the trained responses."""
     lengths = [len(episode.response_ids) for episode in group if any(episode.loss_mask)]
-    return len(group[0].prompt_ids) + sum(lengths) if lengths else 0
+    if not lengths:
+        return 0
+    return len(group[0].prompt_ids) + sum(lengths)
 
 
-def rank_of_prompts(groups: list[tuple[int, int, int]], num_ranks: int) -> Mapping[int, int]:
-    """{prompt: rank} of groups (minibatch, tokens, prompt): those of a minibatch, longest first,
-    each to the rank that has the fewest tokens of it so far."""
-    ranks: dict[int, int] = {}
-    for minibatch in sorted({minibatch for minibatch, _, _ in groups}):
-        sizes = [(-tokens, prompt) for part, tokens, prompt in groups if part == minibatch]
-        loads = [0] * num_ranks
-        for negative_tokens, prompt in sorted(sizes):
-            rank = loads.index(min(loads))
-            ranks[prompt] = rank
-            loads[rank] -= negative_tokens
-    return ranks
+def rank_of_prompts(groups: list[Group], num_ranks: int) -> dict[int, int]:
+    """{prompt: rank}: the groups of a minibatch, longest first, each to the rank that has the
+    fewest tokens of it so far."""
+    rank_of: dict[int, int] = {}
+    loads_of: dict[int, list[int]] = {}  # minibatch: tokens of each rank
+    for group in sorted(groups, key=lambda group: (-group.tokens, group.prompt)):
+        loads = loads_of.setdefault(group.minibatch, [0] * num_ranks)
+        rank = loads.index(min(loads))
+        loads[rank] += group.tokens
+        rank_of[group.prompt] = rank
+    return rank_of
+
+
+def exchange(
+    sampled: list[Episode], trained: list[Episode], rank_of: dict[int, int], world: World
+) -> tuple[list[Episode], list[Episode]]:
+    """`sampled` and `trained` of this rank once each prompt is on its rank, sorted. A prompt that
+    has no rank stays."""
+    trained_of = {episode.sample: episode for episode in trained}  # a copy, if it is masked
+    staying: list[tuple[Episode, Episode | None]] = []
+    leaving: list[tuple[Episode, Episode | None]] = []
+    for episode in sampled:
+        pair = (episode, trained_of.get(episode.sample))
+        if rank_of.get(episode.prompt_index, world.rank) == world.rank:
+            staying.append(pair)
+        else:
+            leaving.append(pair)
+    for pairs in gather_objects(leaving):
+        for pair in pairs:
+            if rank_of[pair[0].prompt_index] == world.rank:
+                staying.append(pair)
+    staying.sort(key=lambda pair: pair[0].sample)
+    return [e for e, _ in staying], [e for _, e in staying if e is not None]

@@ -12,7 +12,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.balance import rank_of_prompts
+from common.balance import Group, rank_of_prompts
 
 
 @dataclass
@@ -38,15 +38,15 @@ def main(args: Args) -> None:
         )
         lengths = np.exp(np.log(args.mean) - args.spread**2 / 2 + of_prompt + of_sample)
         sizes = np.minimum(lengths, args.max).astype(int).sum(axis=1).tolist()
-        groups = [(p * args.minibatches // args.prompts, size, p) for p, size in enumerate(sizes)]
+        groups = [Group(p, p * args.minibatches // args.prompts, n) for p, n in enumerate(sizes)]
         in_turn = {p: p % args.ranks for p in range(args.prompts)}
         for name, ranks in (
             ("in turn", in_turn),
             ("balanced", rank_of_prompts(groups, args.ranks)),
         ):
             loads = np.zeros((args.minibatches, args.ranks))
-            for minibatch, size, prompt in groups:
-                loads[minibatch, ranks[prompt]] += size
+            for group in groups:
+                loads[group.minibatch, ranks[group.prompt]] += group.tokens
             # an update lasts as long as the fullest rank of each of its minibatches
             excess[name].append(loads.max(axis=1).sum() / loads.mean(axis=1).sum() - 1)
     print(f"tokens of the fullest rank above the mean, over {args.steps} drawn steps:")

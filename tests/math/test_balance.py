@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import balance
-from common.balance import balance_ranks, num_tokens, rank_of_prompts
+from common.balance import Group, balance_ranks, num_tokens, rank_of_prompts
 from common.distributed import World
 from common.types import Episode
 
@@ -107,11 +107,11 @@ def by_group(episodes: list[Episode]) -> list[list[Episode]]:
 
 
 def test_groups_of_one_length_stay_where_they_were_dealt():
-    assert rank_of_prompts([(0, 7, p) for p in range(8)], 4) == {p: p % 4 for p in range(8)}
+    assert rank_of_prompts([Group(p, 0, 7) for p in range(8)], 4) == {p: p % 4 for p in range(8)}
 
 
 def test_the_longest_group_has_a_rank_to_itself():
-    groups = [(0, 10, 0), (0, 100, 1), (0, 10, 2), (0, 10, 3), (1, 5, 4)]
+    groups = [Group(0, 0, 10), Group(1, 0, 100), Group(2, 0, 10), Group(3, 0, 10), Group(4, 1, 5)]
     assert rank_of_prompts(groups, 2) == {1: 0, 0: 1, 2: 1, 3: 1, 4: 0}
 
 

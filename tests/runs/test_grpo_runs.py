@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, steps_of
+from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, split_of, steps_of
 from model_folders import other_weights
 from safetensors.torch import load_file
 from scripted import LIMITS
 
+from common.balance import groups_of, rank_of_prompts
 from common.export import Args, main
 from common.flags import Data, Machine, Rollout, Run
 from common.hub import FOLDERS
@@ -20,6 +21,7 @@ from common.job import Job
 from common.memory.plan import memory_phases
 from common.precision import choose_dtype
 from common.rollout.dumps import load_rollouts
+from common.types import Episode
 
 OPTIONS = ["--model", "tiny", "--prompts-per-step", 6, "--samples-per-prompt", 4]
 OPTIONS += ["--max-prompt-tokens", 64, "--max-response-tokens", 16, "--max-rows", 64]
@@ -59,6 +61,20 @@ def whole(run):
 
 def micro_batch_tokens(folder) -> int:
     return json.loads((folder / "config.json").read_text())["args"]["micro_batch_tokens"]
+
+
+def test_groups_are_trained_on_the_ranks_that_the_balance_gives_them(whole):
+    """Which are not those that have sampled them: prompts are dealt in turn."""
+    moved = 0
+    for step in (1, 2, 3):
+        rows = pq.read_table(whole / f"rollouts/step_{step:06d}.parquet").to_pylist()
+        fields = ("prompt_index", "sample_index", "prompt_ids", "response_ids", "loss_mask")
+        episodes = [Episode(*(row[name] for name in fields), row["logprobs"]) for row in rows]
+        groups = groups_of(episodes, split_of(episodes, 2, seed=0, step=step - 1))
+        rank_of = rank_of_prompts(groups, num_ranks=2)
+        assert {row["prompt_index"]: row["rank"] for row in rows} == rank_of
+        moved += sum(rank != prompt % 2 for prompt, rank in rank_of.items())
+    assert moved > 0
 
 
 def test_the_tightest_rank_decides_before_the_first_update(run):
