@@ -142,23 +142,20 @@ def window_attention(
     hidden_states: [P, H]. cu_seqlens: [W + 1] int32, where windows begin and end; the same tensor
     in all layers that have these windows. position_embeddings: cosines and sines [P, D].
     """
-    if not hasattr(cu_seqlens, "windows"):  # read once: its values are on the GPU
+    if not hasattr(cu_seqlens, "windows"):  # once for all layers: its values are on the GPU
         cu_seqlens.windows = windows_by_length(cu_seqlens)
+        order = torch.cat([window.flatten() for window in cu_seqlens.windows])
+        cu_seqlens.places = order.argsort()  # of each patch in that order
     qkv = module.qkv(hidden_states).unflatten(-1, (3, module.num_heads, -1))  # [P, 3, heads, D]
     query, key, value = qkv.unbind(1)
-    query, key = rotated(query, key, *position_embeddings)
+    modeling = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+    query, key = modeling.apply_rotary_pos_emb_vision(query, key, *position_embeddings)
     outputs = []
     for window in cu_seqlens.windows:  # [W, L]: numbers of patches
         parts = (part[window].transpose(1, 2) for part in (query, key, value))
         attended = nn.functional.scaled_dot_product_attention(*parts)  # [W, heads, L, D]
         outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
-    order = torch.cat([window.flatten() for window in cu_seqlens.windows])
-    return module.proj(torch.cat(outputs)[order.argsort()])
-
-
-def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    modeling = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
-    return modeling.apply_rotary_pos_emb_vision(query, key, cos, sin)
+    return module.proj(torch.cat(outputs)[cu_seqlens.places])
 
 
 def windows_by_length(cu_seqlens: Tensor) -> list[Tensor]:
