@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers import relative_l2
 from PIL import Image
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
 
 from common.engine.hf import HuggingFaceEngine
@@ -18,7 +20,7 @@ from common.models import load_model
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.types import Episode
-from common.vision import load_vision
+from common.vision import attend_in_windows, load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
 SIZES = [(56, 56), (200, 60), (1, 1), (30, 300), (5000, 20), (140, 168)]
@@ -261,3 +263,17 @@ def test_equal_windows_of_the_tower_go_in_one_call(folder, vision, monkeypatch, 
     limit = 1e-5 if dtype == torch.float32 else 1e-7  # the patches' positions are float32
     assert len(ours) == len(theirs) and relative_l2(ours, theirs) < limit
     assert calls[0] < calls[1] / 4, calls
+
+
+def test_frames_of_qwen2_vls_tower_go_in_one_call():
+    """Its windows are whole frames."""
+    config = Qwen2VLVisionConfig(depth=2, embed_dim=64, hidden_size=96, num_heads=4, mlp_ratio=2)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    tower = Qwen2VisionTransformerPretrainedModel(config)
+    grids = torch.tensor([[1, 8, 8], [3, 4, 6], [1, 8, 8], [1, 2, 10]])
+    patches = torch.randn(int(grids.prod(dim=1).sum()), 1176)
+    theirs = tower(patches, grid_thw=grids).pooler_output
+    for block in tower.blocks:
+        attend_in_windows(block.attn)
+    assert torch.equal(tower(patches, grid_thw=grids).pooler_output, theirs)
