@@ -274,10 +274,7 @@ def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None
     if (source / "config.json").is_file():
         config = merge_configs(config, read_json(source / "config.json"))
     else:
-        print(
-            f"warning: {source} is gone: the export is for transformers 5 alone",
-            flush=True,
-        )
+        print(f"warning: {source} is gone: the export is for transformers 5 alone", flush=True)
     config["dtype"] = dtype
     for part in (config, *parts_of(config).values()):
         for name in ("dtype", "torch_dtype"):

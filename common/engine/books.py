@@ -35,8 +35,7 @@ class WeightBooks:
             yield name, tensor.to(dtype)
 
     def close(self, step: int) -> None:
-        """The engine now holds the weights of step `step`. RuntimeError if some were not
-        sent."""
+        """The engine now holds the weights of step `step`. RuntimeError if some were not sent."""
         missing = sorted(self.expected.keys() - self.sent)
         if missing:
             raise RuntimeError(f"weight sync: missing {', '.join(missing)}")

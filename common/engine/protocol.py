@@ -49,8 +49,8 @@ class Engine(Protocol):
         """Free device memory, as far as --sleep-level allows, until the next `wake`."""
 
     def sync_weights(self, weights: Weights, step: int) -> None:
-        """Replace all weights by those of step `step`. `weights` is lazy, and is consumed
-        once. RuntimeError if a weight is missing, unknown, sent twice or of another size."""
+        """Replace all weights by those of step `step`. `weights` is lazy, and is consumed once.
+        RuntimeError if a weight is missing, unknown, sent twice or of another size."""
 
     def submit(self, request: Request) -> None:
         """Queue a request for `request.sampling.n` completions. RuntimeError if the engine does not

@@ -54,7 +54,7 @@ def note_sampling(folder: Path) -> None:
         temperature = config.get("temperature") or 1.0
         top_p = config.get("top_p") or 1.0
         say(
-            "evaluations are greedy, but generation_config.json asks for sampling: "
+            "greedy by default: an evaluation as generation_config.json asks for it takes "
             f"--eval-temperature {temperature:g} --eval-top-p {top_p:g}"
         )
 
