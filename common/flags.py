@@ -227,8 +227,8 @@ class Machine:
     shard_size: Count | None = None
     # compute type; engine too; master weights are float32
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    # auto: flex on GPUs of capability 8.0 or more, else sdpa
-    attention: Literal["auto", "flash", "flex", "sdpa"] = "auto"
+    # auto: flex on GPUs of capability 8.0 or more, else sdpa; rows if packs cannot hold the model
+    attention: Literal["auto", "flash", "flex", "sdpa", "rows"] = "auto"
     # tokens of one forward and backward, per rank; default: what fits
     micro_batch_tokens: Count | None = None
     # recompute activations in backward: less memory, a third more compute

@@ -54,14 +54,14 @@ from common.manifest import (
     weights_identity,
 )
 from common.memory.plan import memory_plan
-from common.models import checked_skeleton, load_model
+from common.models import checked_skeleton, exact_attention, load_model, refuse_inexact
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
 from common.progress import say
 from common.rotary import num_positions
 from common.shards import find_checkpoint
-from common.vision import load_vision
+from common.vision import load_vision, skeleton
 
 
 class Job:
@@ -110,9 +110,11 @@ class Job:
         if record:
             lock_everywhere(self.output_dir, self.world)
 
-        skeleton = checked_skeleton(self.path, self.attention, machine.trust_remote_code, "--model")
-        self.num_embeddings = skeleton.get_input_embeddings().weight.shape[0]
-        self.num_positions = num_positions(skeleton.config.get_text_config())
+        empty_model = skeleton(self.path, machine.trust_remote_code)
+        self.attention = exact_attention(empty_model, self.attention, machine)
+        refuse_inexact(empty_model, self.attention, f"--model {self.path}")
+        self.num_embeddings = empty_model.get_input_embeddings().weight.shape[0]
+        self.num_positions = num_positions(empty_model.config.get_text_config())
         # what must be the same in a checkpoint that is resumed
         self.identity = checkpoint_identity(script, Path(self.path), machine)
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, self.world, self.identity)
@@ -159,7 +161,11 @@ class Job:
             self.micro_batch_tokens = replayed_tokens
         plan = memory_plan(
             rollout,
-            replace(self.machine, micro_batch_tokens=self.micro_batch_tokens),
+            replace(
+                self.machine,
+                micro_batch_tokens=self.micro_batch_tokens,
+                attention=self.attention,
+            ),
             self.world,
             self.compute_dtype,
             trained,

@@ -5,28 +5,36 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from common.attention import block_mask, register_attention
+from common.attention import block_masks, register_attention
 from common.distributed import gathered, repeated_blocks, reshard
 from common.engine.protocol import Engine
 from common.files import user_errors
 from common.flags import Machine
 from common.hub import check_weights
-from common.logprobs import is_greedy, token_logprobs
+from common.logprobs import LogitTransform, is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
+from common.progress import say
 from common.rotary import length_limits, num_positions, set_text_lengths
 from common.torch_repair import transformers
 from common.vision import FAMILY, Vision, attend_in_windows, auto_class, clamp_inputs, skeleton
 
-# attributes of a config that rescale the logits
-LOGIT_SCALES = [
-    "final_logit_softcapping",
-    "logits_scaling",
-    "logit_scale",
-    "output_multiplier",
-    "lm_head_multiplier",
-]
+# attributes of a config by which the logits are multiplied or divided
+LOGIT_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+LOGIT_DIVISORS = ("logits_scaling",)
+
+
+def logit_transform(config) -> LogitTransform:
+    """What a model of this configuration makes of its head's products."""
+    text_config = config.get_text_config()
+    scale = 1.0
+    for name in LOGIT_FACTORS:
+        scale *= getattr(text_config, name, None) or 1.0
+    for name in LOGIT_DIVISORS:
+        scale /= getattr(text_config, name, None) or 1.0
+    softcap = getattr(text_config, "final_logit_softcapping", None)
+    return LogitTransform(scale, softcap or None)
 
 
 def hidden_states(
@@ -40,15 +48,17 @@ def hidden_states(
     else:
         inputs["input_ids"] = batch.input_ids
     if attention == "flex":
-        inputs["attention_mask"] = block_mask(batch.units, batch.input_ids.device)
+        window = getattr(model.config.get_text_config(), "sliding_window", None)
+        device = batch.input_ids.device
+        inputs["masks"] = block_masks(batch.units, (None, window), device)
     elif attention == "sdpa":
         inputs["units"] = batch.units
-    hidden = model(**inputs).last_hidden_state
-    return hidden[0, batch.hidden_index]
+    hidden = model(**inputs).last_hidden_state  # [B, L, H]
+    return hidden.flatten(0, 1)[batch.hidden_index]
 
 
 def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> Tensor:
-    """Embeddings [1, L, H] of a micro-batch; those of placeholders are replaced by the features of
+    """Embeddings [B, L, H] of a micro-batch; those of placeholders are replaced by the features of
     pictures.
 
     Every rank runs the vision tower on every micro-batch, on a blank picture if there is none: the
@@ -62,8 +72,8 @@ def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> Tenso
         features = output.pooler_output.to(embeddings.dtype)
     if not batch.media:
         return embeddings + 0 * features.sum()
-    rows = torch.zeros_like(batch.slots)
-    return embeddings.index_put((rows, batch.slots), features[batch.features])
+    flat = embeddings.flatten(0, 1).index_put((batch.slots,), features[batch.features])
+    return flat.view_as(embeddings)
 
 
 class Policy(nn.Module):
@@ -88,42 +98,78 @@ class Policy(nn.Module):
         """
         hidden = hidden_states(self.model.base_model, batch, self.attention, self.vision)
         head = self.model.get_output_embeddings().weight
-        logprobs, entropy = token_logprobs(hidden, head, batch.targets, temperature)
+        transform = logit_transform(self.model.config)
+        logprobs, entropy = token_logprobs(hidden, head, batch.targets, temperature, transform)
         if with_greedy:
             return logprobs, entropy, is_greedy(hidden, head, batch.targets)
         return logprobs, entropy
 
 
 def why_unsupported(model: nn.Module, attention: str) -> str | None:
-    """Why a model cannot be trained here (its log-probs would silently be wrong); None if it
-    can."""
+    """Why a model cannot be trained here with an attention (its log-probs would silently be wrong);
+    None if it can."""
     config = model.config.get_text_config()
-    scales = [name for name in LOGIT_SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    other_types = sorted(layer_types - {"full_attention", "sliding_attention"})
-    has_window = "sliding_attention" in layer_types
-    if not layer_types and getattr(config, "sliding_window", None):
-        has_window = True
-    leak = "in which packed conversations would see each other"
-    if scales:
-        return f"rescales its logits ({', '.join(scales)})"
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         return "has a head with a bias"
+    if getattr(config, "router_jitter_noise", 0):
+        return "draws its experts at random in training (router_jitter_noise)"
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return "reads texts in both directions (use_bidirectional_attention)"
+    if model.config.model_type in FAMILY and length_limits(config):
+        return "reads pictures, and has rotary frequencies that depend on a text's length"
+    if attention == "rows":
+        if length_limits(config):
+            return "has rotary frequencies that depend on a text's length, which rows do not have"
+        return None
+    if attention == "flash" and any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        return "has attention sinks, which --attention flash does not have"
+    return why_not_packed(model)
+
+
+def why_not_packed(model: nn.Module) -> str | None:
+    """Why the texts of a pack would see each other in a model; None if they do not."""
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    other_types = sorted(layer_types - {"full_attention", "sliding_attention"})
+    leak = "in which packed conversations would see each other"
     if other_types:
         return f"has {', '.join(other_types)} layers, {leak}"
     if config.model_type == "nemotron":  # its attention does not get `units`
         return f"passes its attention no options, {leak}"
-    if model.config.model_type in FAMILY and length_limits(config):
-        return "reads pictures, and has rotary frequencies that depend on a text's length"
-    if getattr(config, "router_jitter_noise", 0):
-        return "draws its experts at random in training (router_jitter_noise)"
     if model._is_stateful:
         return f"has recurrent layers, {leak}"
     if not model._supports_attention_backend:
         return f"has an attention of its own, {leak}"
-    if has_window and attention != "flash":
-        return "has sliding windows (--attention flash has them)"
     return None
+
+
+def exact_attention(model: nn.Module, attention: str, machine: Machine) -> str:
+    """`attention`; with `--attention auto` rows, for a model that only rows can hold. SystemExit
+    if that excludes --compile."""
+    if machine.attention != "auto":
+        return attention
+    reason = why_unsupported(model, attention)
+    if reason is None or why_unsupported(model, "rows") is not None:
+        return attention
+    line = f"--attention rows: {model.config.model_type} {reason}"
+    if machine.compile:
+        raise SystemExit(f"{line}; leave out --compile, which would compile every length anew")
+    say(f"{line}. Each response repeats its prompt, padded to the longest of its micro-batch")
+    return "rows"
+
+
+def refuse_inexact(model: nn.Module, attention: str, name: str) -> None:
+    """SystemExit for a model for which trainer and engine would compute different things.
+
+    name: the model's flag and folder.
+    """
+    problem = why_unsupported(model, attention)
+    if problem is None:
+        return
+    message = f"{name}: {model.config.model_type} {problem}, not supported here"
+    if attention != "rows" and why_unsupported(model, "rows") is None:
+        message += "; --attention rows reads it"
+    raise SystemExit(message)
 
 
 def checked_skeleton(path: str, attention: str, trust_remote_code: bool, flag: str) -> nn.Module:
@@ -133,9 +179,7 @@ def checked_skeleton(path: str, attention: str, trust_remote_code: bool, flag: s
     flag: the one that names the folder, for messages.
     """
     model = skeleton(path, trust_remote_code, flag)
-    problem = why_unsupported(model, attention)
-    if problem is not None:
-        raise SystemExit(f"{flag} {path}: {model.config.model_type} {problem}, not supported here")
+    refuse_inexact(model, attention, f"{flag} {path}")
     return model
 
 
@@ -197,7 +241,7 @@ def load_model(
 
     options = {
         "dtype": dtype,
-        "attn_implementation": attention_implementation(attention, vision),
+        "attn_implementation": attention_implementation(config, attention, vision),
         "trust_remote_code": trust_remote_code,
     }
     if from_scratch:
@@ -235,18 +279,25 @@ def check_tied_head(model: nn.Module, path: str, flag: str) -> None:
         )
 
 
-def attention_implementation(attention: str, vision: Vision | None) -> str | dict[str, str]:
-    """What transformers calls `attention`; with vision, for each part of the model."""
+def attention_implementation(
+    config, attention: str, vision: Vision | None
+) -> str | dict[str, str | None] | None:
+    """What transformers calls `attention`; with vision, for each part of the model. None: its
+    default."""
     names = {
         "flash": "flash_attention_2",
         "flex": "shared_prompts_flex",
         "sdpa": "shared_prompts",
+        "rows": None,
     }
+    name = names[attention]
+    if attention == "rows" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        name = "eager"  # transformers' SDPA leaves the cap out, without a word
     if not vision:
-        return names[attention]
+        return name
     # a tower has no prompts to share
     tower = "flash_attention_2" if attention == "flash" else "sdpa"
-    return {"text_config": names[attention], "vision_config": tower}
+    return {"text_config": name, "vision_config": tower}
 
 
 def disable_dropout(config) -> None:

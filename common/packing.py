@@ -6,6 +6,9 @@ its G responses.
 A response token sees its prompt and itself, never a sibling; its positions continue from the
 prompt's end. Only trained tokens have a target. They are addressed by flat indices, so nothing is
 multiplied by a padded mask.
+
+With --attention rows each episode has a row of its own, padded on the right, which any causal model
+can read.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,20 +34,20 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward and backward: a row of L tokens, N of them trained."""
+    """One forward and backward: B rows of L tokens, N of all trained; a pack is one row."""
 
-    input_ids: Tensor  # [1, L] int64
-    # [1, L] int64: counted from the start of the prompt; with vision [4, 1, L]: these positions,
+    input_ids: Tensor  # [B, L] int64
+    # [B, L] int64: counted from the start of the prompt; with vision [4, B, L]: these positions,
     # then the three of M-RoPE
     position_ids: Tensor
-    hidden_index: Tensor  # [N] int64: where in the row a trained token is predicted
+    hidden_index: Tensor  # [N] int64: where in the B * L tokens a trained one is predicted
     targets: Tensor  # [N] int64: the token's id
     tokens: Tensor  # [N] int64: the token's place in the flat per-token arrays of `TokenIndex`
-    slots: Tensor  # [S] int64: where in the row the placeholders of pictures are
+    slots: Tensor  # [S] int64: where in the B * L tokens the placeholders of pictures are
     features: Tensor  # [S] int64: which feature belongs there, of those of `media` in order
     media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
-    # lengths of the row's segments in tokens, a list for each prompt: [prompt, response, ...]; the
-    # padding has a list of its own
+    # of a pack: lengths of its segments in tokens, a list for each prompt: [prompt, response, ...];
+    # the padding has a list of its own
     units: list[list[int]]
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -105,7 +108,8 @@ class Packer:
         self.world = world
         self.vision = vision
         # flash attention finds sequences by position ids alone, so each response repeats its prompt
-        self.share_prompts = attention != "flash"
+        self.share_prompts = attention not in ("flash", "rows")
+        self.rows = attention == "rows"
         # flex attention is compiled anew for each length: there are few multiples of 128
         self.multiple = 128 if attention == "flex" else 1
         # the step that is being trained on
@@ -142,6 +146,7 @@ class Packer:
                 self.index,
                 budget=self.budget,
                 share_prompts=self.share_prompts,
+                rows=self.rows,
                 multiple=self.multiple,
                 vision=self.vision,
             )
@@ -189,22 +194,28 @@ def pack(
     *,
     budget: int,
     share_prompts: bool = True,
+    rows: bool = False,
     multiple: int = 1,
     vision: Vision | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens that hold the episodes `selected`, each padded to a
-    `multiple` of tokens.
+    `multiple` of tokens, or with `rows` one below the other, each padded to the longest.
 
     An episode longer than the budget gets a micro-batch of its own; one without trained tokens is
     left out. All ranks must call this together: those with fewer micro-batches get empty ones, so
     that all run the same collectives.
     """
     selected = [i for i in selected if index.lengths[i] > 0]
-    units = _units(episodes, selected, budget, share_prompts)
-    bins = _first_fit_decreasing(episodes, units, budget)
+    if rows:
+        bins = _bins_of_rows(episodes, selected, budget)
+    else:
+        units = _units(episodes, selected, budget, share_prompts)
+        bins = _first_fit_decreasing(episodes, units, budget)
     (num_bins,) = all_reduce([len(bins)], "max")
     while len(bins) < num_bins:
         bins.append([])
+    if rows:
+        return [_build_rows(episodes, numbers, index, vision) for numbers in bins]
     return [_build(episodes, units_of_bin, index, multiple, vision) for units_of_bin in bins]
 
 
@@ -264,6 +275,20 @@ def _first_fit_decreasing(
     return [bin_.units for bin_ in bins]
 
 
+def _bins_of_rows(
+    episodes: Sequence[Episode], selected: Sequence[int], budget: int
+) -> list[list[int]]:
+    """Episodes, longest first, in bins whose number of rows times their longest is at most
+    `budget`; an episode longer than that gets one of its own."""
+    lengths = {i: len(episodes[i].prompt_ids) + len(episodes[i].response_ids) for i in selected}
+    bins: list[list[int]] = []
+    for i in sorted(selected, key=lambda i: lengths[i], reverse=True):
+        if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > budget:
+            bins.append([])
+        bins[-1].append(i)
+    return bins
+
+
 def _build(
     episodes: Sequence[Episode],
     units: list[list[int]],
@@ -271,18 +296,37 @@ def _build(
     multiple: int = 1,
     vision: Vision | None = None,
 ) -> MicroBatch:
-    """One micro-batch; without units, padding that trains nothing."""
+    """One micro-batch that is a pack; without units, padding that trains nothing."""
     row = _Row(vision)
     for unit in units:
         row.add_prompt(episodes[unit[0]])
         for i in unit:
             row.add_response(episodes[i], index.tokens_of(i))
-    row.pad(multiple)
-    return row.to_micro_batch()
+    num_blocks = max(ceil(len(row.input_ids) / multiple), 1)
+    row.pad(num_blocks * multiple, first_position=0)
+    return _micro_batch([row])
+
+
+def _build_rows(
+    episodes: Sequence[Episode], numbers: list[int], index: TokenIndex, vision: Vision | None
+) -> MicroBatch:
+    """One micro-batch of a row for each episode; without any, a row that trains nothing."""
+    rows: list[_Row] = []
+    for i in numbers:
+        row = _Row(vision)
+        row.add_prompt(episodes[i])
+        row.add_response(episodes[i], index.tokens_of(i))
+        rows.append(row)
+    rows = rows or [_Row(vision)]
+    longest = max(len(row.input_ids) for row in rows)
+    for row in rows:
+        # positions go on through the padding: a new beginning would look like another text
+        row.pad(max(longest, 1), first_position=len(row.input_ids))
+    return _micro_batch(rows)
 
 
 class _Row:
-    """A micro-batch while it is filled: the prompt of each unit once, then its responses."""
+    """A row while it is filled: the prompt of each unit once, then its responses."""
 
     def __init__(self, vision: Vision | None):
         self.vision = vision
@@ -331,41 +375,50 @@ class _Row:
             if start <= place < end:
                 self.pictures.setdefault(media, []).append(row_start + place - start)
 
-    def pad(self, multiple: int) -> None:
-        """Pad the row to a multiple of `multiple` tokens; an empty row gets that many."""
-        length = len(self.input_ids)
-        num_blocks = max(ceil(length / multiple), 1)
-        padding = num_blocks * multiple - length
+    def pad(self, length: int, first_position: int) -> None:
+        """Pad the row to `length` tokens."""
+        padding = length - len(self.input_ids)
         if padding > 0:
+            positions = range(first_position, first_position + padding)
             self.input_ids.extend([0] * padding)
-            self.positions.extend(range(padding))
-            self.rope.append(np.tile(np.arange(padding), (3, 1)))  # unused without vision
+            self.positions.extend(positions)
+            self.rope.append(np.tile(np.array(positions), (3, 1)))  # unused without vision
             self.segments.append([padding])
 
-    def to_micro_batch(self) -> MicroBatch:
-        slots: list[int] = []
-        features: list[int] = []
-        first_feature = 0
-        for media, places in self.pictures.items():
-            for place in places:
-                slots.extend(range(place, place + media.num_tokens))
-                features.extend(range(first_feature, first_feature + media.num_tokens))
-            first_feature += media.num_tokens
-        position_ids = _int64(self.positions)[None]
-        if self.vision:
-            rope = torch.from_numpy(np.concatenate(self.rope, axis=1))
-            position_ids = torch.cat([position_ids, rope])[:, None]
-        return MicroBatch(
-            input_ids=_int64(self.input_ids)[None],
-            position_ids=position_ids,
-            hidden_index=_int64(self.hidden_index),
-            targets=_int64(self.targets),
-            tokens=_int64(self.tokens),
-            slots=_int64(slots),
-            features=_int64(features),
-            media=list(self.pictures),
-            units=self.segments,
-        )
+
+def _micro_batch(rows: list[_Row]) -> MicroBatch:
+    """Rows of one length, one below the other."""
+    length = len(rows[0].input_ids)
+    hidden_index: list[int] = []
+    pictures: dict[Media, list[int]] = {}  # distinct ones, and where they begin
+    for i, row in enumerate(rows):
+        start = i * length
+        hidden_index.extend(start + place for place in row.hidden_index)
+        for media, places in row.pictures.items():
+            pictures.setdefault(media, []).extend(start + place for place in places)
+    slots: list[int] = []
+    features: list[int] = []
+    first_feature = 0
+    for media, places in pictures.items():
+        for place in places:
+            slots.extend(range(place, place + media.num_tokens))
+            features.extend(range(first_feature, first_feature + media.num_tokens))
+        first_feature += media.num_tokens
+    position_ids = torch.tensor([row.positions for row in rows])
+    if rows[0].vision:
+        rope = np.stack([np.concatenate(row.rope, axis=1) for row in rows], axis=1)  # [3, B, L]
+        position_ids = torch.cat([position_ids[None], torch.from_numpy(rope)])
+    return MicroBatch(
+        input_ids=torch.tensor([row.input_ids for row in rows]),
+        position_ids=position_ids,
+        hidden_index=_int64(hidden_index),
+        targets=_int64([token for row in rows for token in row.targets]),
+        tokens=_int64([token for row in rows for token in row.tokens]),
+        slots=_int64(slots),
+        features=_int64(features),
+        media=list(pictures),
+        units=[unit for row in rows for unit in row.segments],
+    )
 
 
 def _int64(values: list[int]) -> Tensor:

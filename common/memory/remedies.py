@@ -104,7 +104,7 @@ def remedies(
         yield [no_change, checkpointing]
     if not on_gpu:
         return
-    if machine.attention != "sdpa" and not machine.compile:
+    if machine.attention in ("flex", "flash") and not machine.compile:
         yield [no_change, Remedy("--compile", cost=0.01, machine={"compile": True})]
     if rollout.sleep_level == 0:
         yield [no_change, Remedy("--sleep-level 1", cost=0.1, rollout={"sleep_level": 1})]

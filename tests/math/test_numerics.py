@@ -2,6 +2,7 @@
 ones."""
 
 import random
+from copy import deepcopy
 from math import ceil
 
 import pytest
@@ -10,23 +11,41 @@ from episodes import random_episodes
 from helpers import random_policy, relative_l2
 
 import common.logprobs
-from common.attention import block_mask, choose_attention, shared_prompt_attention
-from common.logprobs import token_logprobs
+from common.attention import (
+    block_mask,
+    choose_attention,
+    shared_prompt_attention,
+    shared_prompt_flex_attention,
+)
+from common.logprobs import LogitTransform, token_logprobs
 from common.packing import TokenIndex, _build, pack
 from common.types import Episode
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def dense(hidden, weight, targets, temperature):
-    logp = torch.log_softmax(hidden @ weight.T / temperature, -1)
+# as in Llama, in Granite, in Gemma 2, in both
+TRANSFORMS = [
+    LogitTransform(),
+    LogitTransform(scale=0.25),
+    LogitTransform(softcap=2.0),
+    LogitTransform(scale=0.5, softcap=2.0),
+]
+
+
+def dense(hidden, weight, targets, temperature, transform=TRANSFORMS[0]):
+    logits = transform.scale * (hidden @ weight.T)
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    logp = torch.log_softmax(logits / temperature, -1)
     return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("chunk_elements", [1, 7 * 53, 10**9])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
-def test_chunked_logprobs_equal_dense(dtype, chunk_elements, entropy_coef, monkeypatch):
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_chunked_logprobs_equal_dense(dtype, chunk_elements, entropy_coef, transform, monkeypatch):
     monkeypatch.setitem(common.logprobs.CHUNK_ELEMENTS, "cpu", chunk_elements)
     torch.manual_seed(0)
     hidden = torch.randn(31, 16, dtype=dtype)
@@ -36,19 +55,20 @@ def test_chunked_logprobs_equal_dense(dtype, chunk_elements, entropy_coef, monke
     results = []
     for function in (token_logprobs, dense):
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        logprobs, entropy = function(*inputs, targets, 0.7)
+        logprobs, entropy = function(*inputs, targets, 0.7, transform)
         (logprobs * weights[0] + entropy_coef * entropy * weights[1]).sum().backward()
         results.append([logprobs.detach(), entropy.detach(), *[x.grad for x in inputs]])
     for ours, reference in zip(*results):
         assert relative_l2([ours], [reference]) < BOUNDS[dtype]
 
 
-def test_chunked_logprobs_gradient_by_finite_differences():
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_chunked_logprobs_gradient_by_finite_differences(transform):
     torch.manual_seed(1)
     hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(7, (5,))
-    torch.autograd.gradcheck(token_logprobs, (hidden, weight, targets, 1.3))
+    torch.autograd.gradcheck(token_logprobs, (hidden, weight, targets, 1.3, transform))
 
 
 def test_low_precision_inputs_accumulate_in_float32():
@@ -106,9 +126,14 @@ def test_packing_variants_give_the_same_logprobs_and_gradients(tiny_config, dtyp
         "padded": {"budget": 60, "multiple": 32, "share_prompts": False},
         "packed unshared": {"budget": 200, "share_prompts": False},
         "another order": {"budget": 60, "order": [7, 2, 11, 0, 4, 9, 1, 3, 10, 5, 8, 6]},
+        "rows": {"budget": 60, "rows": True},
     }
+    in_rows = random_policy(deepcopy(tiny_config), dtype)
+    in_rows.attention = "rows"
+    in_rows.model.set_attn_implementation("sdpa")
     for name, options in variants.items():
-        logprobs, gradients = losses_and_gradients(policy, episodes, **options)
+        reader = in_rows if name == "rows" else policy
+        logprobs, gradients = losses_and_gradients(reader, episodes, **options)
         assert relative_l2([logprobs], [reference[0]]) < BOUNDS[dtype], name
         assert relative_l2(gradients, reference[1]) < BOUNDS[dtype], name
 
@@ -163,7 +188,10 @@ def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_block_mask_is_that_of_the_dense_mask(seed):
+@pytest.mark.parametrize("window", [None, 1, 130, 300])
+def test_the_block_mask_is_that_of_the_dense_mask(seed, window):
+    """With a window some blocks are visited in which nothing is seen, or asked for each pair though
+    all is."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     rng = random.Random(seed)
@@ -175,14 +203,20 @@ def test_the_block_mask_is_that_of_the_dense_mask(seed):
     length = ceil(num_tokens / 128) * 128
     if length > num_tokens:
         units.append([length - num_tokens])  # padding
-    mask = block_mask(units, torch.device("cpu"))
+    mask = block_mask(units, torch.device("cpu"), window)
     dense = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
-    assert visible_blocks(mask.kv_num_blocks, mask.kv_indices) == visible_blocks(
-        dense.kv_num_blocks, dense.kv_indices
-    )
-    assert visible_blocks(mask.full_kv_num_blocks, mask.full_kv_indices) == visible_blocks(
-        dense.full_kv_num_blocks, dense.full_kv_indices
-    )
+    partial = visible_blocks(mask.kv_num_blocks, mask.kv_indices)
+    full = visible_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
+    dense_partial = visible_blocks(dense.kv_num_blocks, dense.kv_indices)
+    dense_full = visible_blocks(dense.full_kv_num_blocks, dense.full_kv_indices)
+    if window is None:
+        assert partial == dense_partial
+        assert full == dense_full
+    for row in range(length // 128):
+        assert set(full[row]) <= set(dense_full[row])
+        assert set(partial[row]) | set(full[row]) >= set(dense_partial[row]) | set(dense_full[row])
+    seen = mask.mask_mod(None, None, torch.arange(length)[:, None], torch.arange(length))
+    assert torch.equal(seen, dense_mask(units, window))
 
 
 def visible_blocks(num_blocks, indices) -> list[list[int]]:
@@ -190,18 +224,37 @@ def visible_blocks(num_blocks, indices) -> list[list[int]]:
     return [row[:n] for row, n in zip(indices[0, 0].tolist(), num_blocks[0, 0].tolist())]
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"softcap": 30.0}, {"s_aux": torch.ones(1)}, {"sliding_window": 64}, {"dropout": 0.1}],
-)
+def dense_mask(units: list[list[int]], window: int | None) -> torch.Tensor:
+    """Which token sees which, [L, L] bool, from the bounds of segments."""
+    length = sum(map(sum, units))
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    end = 0
+    for prompt, *responses in units:
+        prompt_tokens = torch.arange(end, end + prompt)
+        end += prompt
+        for size in (0, *responses):
+            text = torch.cat([prompt_tokens, torch.arange(end, end + size)])
+            end += size
+            visible = torch.ones(len(text), len(text), dtype=torch.bool).tril()
+            if window is not None:
+                visible = visible.triu(1 - window)
+            mask[text[:, None], text] = visible
+    return mask
+
+
+@pytest.mark.parametrize("option", [{"position_bias": torch.ones(1)}, {"dropout": 0.1}])
 def test_an_option_that_packs_do_not_express_is_refused(option):
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     inputs = (torch.nn.Identity(), query, key, value, None)
     harmless = {"dropout": 0.0, "softcap": None, "is_causal": True}
     shared_prompt_attention(*inputs, units=[[3, 2]], **harmless)
     (name,) = option
-    with pytest.raises(TypeError, match=f"Identity needs {name}, not supported"):
-        shared_prompt_attention(*inputs, units=[[3, 2]], **option)
+    for attention, packs in (
+        (shared_prompt_attention, {"units": [[3, 2]]}),
+        (shared_prompt_flex_attention, {"masks": {None: None}}),
+    ):
+        with pytest.raises(TypeError, match=f"Identity needs {name}, not supported"):
+            attention(*inputs, **packs, **option)
 
 
 def test_layout_by_hand():
@@ -230,10 +283,24 @@ def test_layout_by_hand():
     ]
 
 
+SHORT = [[3, 4, 1], [2, 5], [6]]
+LONG = [[520, 520, 7], [650, 300]]
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
-    "units", [[[3, 4, 1], [2, 5], [6]], [[520, 520, 7], [650, 300]]], ids=["short", "long"]
+    "units, variant",
+    [
+        (SHORT, {}),
+        (LONG, {}),
+        (SHORT, {"sliding_window": 3}),
+        (LONG, {"sliding_window": 400}),
+        (SHORT, {"s_aux": SINKS}),
+        (SHORT, {"softcap": 1.5}),
+        (SHORT, {"sliding_window": 5, "softcap": 1.5, "s_aux": SINKS}),
+    ],
 )
-def test_attention_by_segments_is_attention_under_the_dense_mask(units):
+def test_attention_by_segments_is_attention_under_the_dense_mask(units, variant):
     """Values and gradients. Short segments use plain matrix products, long ones torch's kernel,
     which needs no mask if the response is as long as its prompt."""
     length = sum(map(sum, units))
@@ -243,27 +310,29 @@ def test_attention_by_segments_is_attention_under_the_dense_mask(units):
     key = torch.randn(1, 2, length, 8, **options)
     value = torch.randn(1, 2, length, 8, **options)
     inputs = [query, key, value]
+    variant = dict(variant)
+    if "s_aux" in variant:
+        variant["s_aux"] = variant["s_aux"].clone().requires_grad_()
+        inputs.append(variant["s_aux"])
     upstream = torch.randn(1, length, 4, 8, dtype=torch.float64, generator=generator)
-    output, _ = shared_prompt_attention(None, query, key, value, None, units=units, scaling=0.3)
+    output, _ = shared_prompt_attention(
+        None, query, key, value, None, units=units, scaling=0.3, **variant
+    )
     gradients = torch.autograd.grad((output * upstream).sum(), inputs)
 
-    mask = torch.zeros(length, length, dtype=torch.bool)
-    start = 0
-    for prompt, *responses in units:
-        prompt_keys = slice(start, start + prompt)
-        for size in (prompt, *responses):
-            segment = slice(start, start + size)
-            mask[segment, segment] = torch.ones(size, size, dtype=torch.bool).tril()
-            if segment != prompt_keys:
-                mask[segment, prompt_keys] = True
-            start += size
     scores = query @ key.repeat_interleave(2, 1).mT * 0.3
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    if "softcap" in variant:
+        scores = variant["softcap"] * torch.tanh(scores / variant["softcap"])
+    mask = dense_mask(units, variant.get("sliding_window"))
+    exponentials = scores.masked_fill(~mask, float("-inf")).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    if "s_aux" in variant:
+        total = total + variant["s_aux"].exp()[None, :, None, None]
+    expected = (exponentials / total @ value.repeat_interleave(2, 1)).transpose(1, 2)
     expected_gradients = torch.autograd.grad((expected * upstream).sum(), inputs)
     assert (output - expected).abs().max() < 1e-12
     for gradient, expected_gradient in zip(gradients, expected_gradients):
-        assert (gradient - expected_gradient).abs().max() < 1e-12
+        assert (gradient - expected_gradient).abs().max() < 1e-11
 
 
 @pytest.mark.parametrize("units", [[[3, 4, 1]], [[530, 530, 7]]], ids=["short", "long"])
