@@ -30,6 +30,7 @@ from common.distributed import (
     wrap_model,
 )
 from common.ending import at_end, fail, leave
+from common.exactness import check_packs, checked_skeleton, exact_attention, refuse_inexact
 from common.files import DAMAGE, HEARTBEAT_S, lock_folder, shorten, user_errors
 from common.flags import (
     MAX_MICRO_BATCH_TOKENS,
@@ -54,7 +55,7 @@ from common.manifest import (
     weights_identity,
 )
 from common.memory.plan import memory_plan
-from common.models import checked_skeleton, exact_attention, load_model, refuse_inexact
+from common.models import load_model
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
@@ -197,7 +198,10 @@ class Job:
         or replicated."""
         options = self._model_options(trained=True)
         policy = load_model(self.path, from_scratch=from_scratch, **options)
-        return policy.to(self.world.device)  # its buffers follow
+        policy.to(self.world.device)  # its buffers follow
+        if self.attention != "rows":
+            check_packs(policy, f"--model {self.path}")
+        return policy
 
     def load_critic(self, path: str, make: type[nn.Module]) -> nn.Module:
         """A critic of the class `make`, to be trained, on the backbone of the model in a folder."""

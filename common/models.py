@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from common.attention import block_masks, register_attention
 from common.distributed import gathered, repeated_blocks, reshard
 from common.engine.protocol import Engine
+from common.exactness import checked_skeleton
 from common.files import user_errors
 from common.flags import Machine
 from common.hub import check_weights
@@ -15,10 +16,9 @@ from common.logprobs import LogitTransform, is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
-from common.progress import say
-from common.rotary import length_limits, num_positions, set_text_lengths
+from common.rotary import num_positions, set_text_lengths
 from common.torch_repair import transformers
-from common.vision import FAMILY, Vision, attend_in_windows, auto_class, clamp_inputs, skeleton
+from common.vision import Vision, attend_in_windows, auto_class, clamp_inputs
 
 # attributes of a config by which the logits are multiplied or divided
 LOGIT_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -103,84 +103,6 @@ class Policy(nn.Module):
         if with_greedy:
             return logprobs, entropy, is_greedy(hidden, head, batch.targets)
         return logprobs, entropy
-
-
-def why_unsupported(model: nn.Module, attention: str) -> str | None:
-    """Why a model cannot be trained here with an attention (its log-probs would silently be wrong);
-    None if it can."""
-    config = model.config.get_text_config()
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        return "has a head with a bias"
-    if getattr(config, "router_jitter_noise", 0):
-        return "draws its experts at random in training (router_jitter_noise)"
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        return "reads texts in both directions (use_bidirectional_attention)"
-    if model.config.model_type in FAMILY and length_limits(config):
-        return "reads pictures, and has rotary frequencies that depend on a text's length"
-    if attention == "rows":
-        if length_limits(config):
-            return "has rotary frequencies that depend on a text's length, which rows do not have"
-        return None
-    if attention == "flash" and any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        return "has attention sinks, which --attention flash does not have"
-    return why_not_packed(model)
-
-
-def why_not_packed(model: nn.Module) -> str | None:
-    """Why the texts of a pack would see each other in a model; None if they do not."""
-    config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    other_types = sorted(layer_types - {"full_attention", "sliding_attention"})
-    leak = "in which packed conversations would see each other"
-    if other_types:
-        return f"has {', '.join(other_types)} layers, {leak}"
-    if config.model_type == "nemotron":  # its attention does not get `units`
-        return f"passes its attention no options, {leak}"
-    if model._is_stateful:
-        return f"has recurrent layers, {leak}"
-    if not model._supports_attention_backend:
-        return f"has an attention of its own, {leak}"
-    return None
-
-
-def exact_attention(model: nn.Module, attention: str, machine: Machine) -> str:
-    """`attention`; with `--attention auto` rows, for a model that only rows can hold. SystemExit
-    if that excludes --compile."""
-    if machine.attention != "auto":
-        return attention
-    reason = why_unsupported(model, attention)
-    if reason is None or why_unsupported(model, "rows") is not None:
-        return attention
-    line = f"--attention rows: {model.config.model_type} {reason}"
-    if machine.compile:
-        raise SystemExit(f"{line}; leave out --compile, which would compile every length anew")
-    say(f"{line}. Each response repeats its prompt, padded to the longest of its micro-batch")
-    return "rows"
-
-
-def refuse_inexact(model: nn.Module, attention: str, name: str) -> None:
-    """SystemExit for a model for which trainer and engine would compute different things.
-
-    name: the model's flag and folder.
-    """
-    problem = why_unsupported(model, attention)
-    if problem is None:
-        return
-    message = f"{name}: {model.config.model_type} {problem}, not supported here"
-    if attention != "rows" and why_unsupported(model, "rows") is None:
-        message += "; --attention rows reads it"
-    raise SystemExit(message)
-
-
-def checked_skeleton(path: str, attention: str, trust_remote_code: bool, flag: str) -> nn.Module:
-    """The model of a folder, without weights. SystemExit if its config.json describes one for which
-    trainer and engine would compute different things.
-
-    flag: the one that names the folder, for messages.
-    """
-    model = skeleton(path, trust_remote_code, flag)
-    refuse_inexact(model, attention, f"{flag} {path}")
-    return model
 
 
 def load_model(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -107,11 +107,7 @@ class Packer:
         self.run_dir = run_dir
         self.world = world
         self.vision = vision
-        # flash attention finds sequences by position ids alone, so each response repeats its prompt
-        self.share_prompts = attention not in ("flash", "rows")
-        self.rows = attention == "rows"
-        # flex attention is compiled anew for each length: there are few multiples of 128
-        self.multiple = 128 if attention == "flex" else 1
+        self.layout = layout_of(attention)
         # the step that is being trained on
         self.episodes: Sequence[Episode] = []
         self.index = TokenIndex([])
@@ -145,10 +141,8 @@ class Packer:
                 minibatch.episodes,
                 self.index,
                 budget=self.budget,
-                share_prompts=self.share_prompts,
-                rows=self.rows,
-                multiple=self.multiple,
                 vision=self.vision,
+                **self.layout,
             )
 
     def attempt(
@@ -185,6 +179,17 @@ class Packer:
                 result[batch.tokens.to(result.device)] = values
 
         self.attempt(write, model)
+
+
+def layout_of(attention: str) -> dict[str, Any]:
+    """Options of `pack`: the layout that an attention reads."""
+    return {
+        # flash attention finds sequences by position ids alone, so each response repeats its prompt
+        "share_prompts": attention not in ("flash", "rows"),
+        "rows": attention == "rows",
+        # flex attention is compiled anew for each length: there are few multiples of 128
+        "multiple": 128 if attention == "flex" else 1,
+    }
 
 
 def pack(

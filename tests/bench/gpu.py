@@ -185,7 +185,7 @@ def measure_update(
     index = TokenIndex(episodes)
     packer = Packer(attention, args.micro_batch_tokens, Path("nowhere"), world)
     if not shared:
-        packer.pack = partial(packer.pack, share_prompts=False)
+        packer.layout["share_prompts"] = False
     (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
     flat = [
         torch.full((len(index),), value, device=device)

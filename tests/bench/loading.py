@@ -32,9 +32,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from common.distributed import gather_objects, init_world, make_mesh, wrap_model
+from common.exactness import checked_skeleton
 from common.flags import Machine
 from common.hub import resolve_model
-from common.models import Policy, checked_skeleton, load_model
+from common.models import Policy, load_model
 from common.progress import say
 from common.script import run
 from ppo import Critic

@@ -65,7 +65,14 @@ def random_episodes(args: Args, vocab: int) -> list[Episode]:
 
 def layouts(args: Args, episodes: list[Episode], packer: Packer) -> dict[str, list[MicroBatch]]:
     index, selected = TokenIndex(episodes), range(len(episodes))
-    shared = partial(packer.pack, episodes, selected, index, budget=args.budget)
+    shared = partial(
+        pack,
+        episodes,
+        selected,
+        index,
+        budget=args.budget,
+        multiple=packer.layout["multiple"],
+    )
     longest = args.prompt_tokens + max(len(e.response_ids) for e in episodes)
     alone = [pack(episodes, [i], index, budget=args.budget, multiple=longest)[0] for i in selected]
     count = max(1, args.budget // longest)

@@ -6,7 +6,8 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from common.models import checked_skeleton, load_model
+from common.exactness import checked_skeleton
+from common.models import load_model
 from common.packing import TokenIndex, pack
 from common.types import Episode
 from common.vision import skeleton

@@ -17,12 +17,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import common.models
 import grpo
 from common.engine.vllm import refuse_other_files, start_errors
+from common.exactness import check_packs, exact_attention, refuse_inexact, why_unsupported
 from common.export import export_hugging_face
+from common.flags import Machine
 from common.hub import FOLDERS, JSON_FILES, load_tokenizer, require_weights, resolve_model
 from common.job import Job, facts_of_machine
-from common.models import Policy, load_model, why_unsupported
+from common.models import Policy, load_model
 from common.packing import TokenIndex, pack
 from common.torch_repair import check_version
 from common.types import Episode
@@ -42,49 +45,68 @@ SIZES = {
 
 
 @pytest.mark.parametrize(
-    "kind, options, problem, with_flash",
+    "kind, options, in_packs, in_rows",
     [
         ("llama", {}, None, None),
         ("qwen2", {}, None, None),
         ("qwen3", {}, None, None),
-        ("mistral", {"sliding_window": None}, None, None),
-        ("mistral", {"sliding_window": 8}, "sliding windows", None),
-        ("mixtral", {"sliding_window": 8}, "sliding windows", None),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "sliding windows",
-            None,
-        ),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv layers", "conv layers"),
-        (
-            "qwen3_next",
-            {"layer_types": ["linear_attention", "full_attention"]},
-            "linear_attention",
-            "linear_attention",
-        ),
-        ("bloom", {}, "attention of its own", "attention of its own"),
-        ("rwkv", {}, "recurrent layers", "recurrent layers"),
-        (
-            "granite",
-            {"logits_scaling": 8.0},
-            "rescales its logits (logits_scaling)",
-            "rescales its logits",
-        ),
+        ("mistral", {"sliding_window": 8}, None, None),
+        ("gemma2", {}, None, None),
+        ("granite", {"logits_scaling": 8.0}, None, None),
+        ("bloom", {}, "attention of its own", None),
+        ("rwkv", {}, "recurrent layers", None),
         ("phi", {}, "head with a bias", "head with a bias"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "both directions", "both"),
     ],
 )
-def test_models_that_packs_masks_or_log_probs_do_not_express_are_refused(
-    kind, options, problem, with_flash
-):
+def test_models_that_packs_or_rows_do_not_express_are_refused(kind, options, in_packs, in_rows):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SIZES | options)))
-    for attention, expected in (("sdpa", problem), ("flex", problem), ("flash", with_flash)):
+    for attention in ("sdpa", "flex", "flash", "rows"):
         found = why_unsupported(model, attention)
+        expected = in_rows if attention == "rows" else in_packs
         if expected is None:
             assert found is None, attention
         else:
             assert expected in found, attention
+
+
+def test_rows_are_chosen_for_what_packs_cannot_hold(capsys):
+    with torch.device("meta"):
+        llama = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**SIZES))
+        bloom = AutoModelForCausalLM.from_config(CONFIG_MAPPING["bloom"](**SIZES))
+    assert exact_attention(llama, "sdpa", Machine()) == "sdpa"
+    assert capsys.readouterr().out == ""
+    assert exact_attention(bloom, "sdpa", Machine()) == "rows"
+    assert "--attention rows: bloom has an attention of its own" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--compile"):
+        exact_attention(bloom, "flex", Machine(compile=True))
+    # an explicit flag is kept, and refused with the way that works
+    assert exact_attention(bloom, "sdpa", Machine(attention="sdpa")) == "sdpa"
+    with pytest.raises(SystemExit, match=r"--model x: bloom .*; --attention rows reads it"):
+        refuse_inexact(bloom, "sdpa", "--model x")
+
+
+def test_a_leak_between_the_texts_of_a_pack_stops_the_run(tmp_path, monkeypatch):
+    """A kernel for which a pack is one text."""
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**SIZES))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    model.save_pretrained(tmp_path)
+    policy = load_model(str(tmp_path), "sdpa")
+    check_packs(policy, "--model x")
+    assert policy.attention == "sdpa"
+    hidden_states = common.models.hidden_states
+
+    def one_text(model, batch, attention, vision):
+        if attention == "sdpa":
+            batch.units = [[batch.input_ids.shape[1]]]
+        return hidden_states(model, batch, attention, vision)
+
+    monkeypatch.setattr(common.models, "hidden_states", one_text)
+    with pytest.raises(SystemExit, match=r"--model x: log-probs of a small pack are .* away"):
+        check_packs(policy, "--model x")
 
 
 def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path):
@@ -103,9 +125,9 @@ def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path):
 
 
 def test_loading_a_refused_model_names_it(tmp_path):
-    config = CONFIG_MAPPING["mistral"](**(SIZES | {"sliding_window": 8}))
+    config = CONFIG_MAPPING["phi"](**SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match=f"--model {tmp_path}: mistral has sliding windows"):
+    with pytest.raises(SystemExit, match=f"--model {tmp_path}: phi has a head with a bias"):
         load_model(str(tmp_path), "sdpa")
 
 
