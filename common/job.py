@@ -30,7 +30,7 @@ from common.distributed import (
     wrap_model,
 )
 from common.ending import at_end, fail, leave
-from common.exactness import check_packs, checked_skeleton, exact_attention, refuse_inexact
+from common.exactness import check_policy, checked_skeleton, exact_attention, refuse_inexact
 from common.files import DAMAGE, HEARTBEAT_S, lock_folder, shorten, user_errors
 from common.flags import (
     MAX_MICRO_BATCH_TOKENS,
@@ -199,8 +199,7 @@ class Job:
         options = self._model_options(trained=True)
         policy = load_model(self.path, from_scratch=from_scratch, **options)
         policy.to(self.world.device)  # its buffers follow
-        if self.attention != "rows":
-            check_packs(policy, f"--model {self.path}")
+        check_policy(policy, self.compute_dtype, f"--model {self.path}")
         return policy
 
     def load_critic(self, path: str, make: type[nn.Module]) -> nn.Module:

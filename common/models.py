@@ -20,9 +20,10 @@ from common.rotary import num_positions, set_text_lengths
 from common.torch_repair import transformers
 from common.vision import Vision, attend_in_windows, auto_class, clamp_inputs
 
-# attributes of a config by which the logits are multiplied or divided
+# attributes of a config by which the logits are multiplied, divided or capped
 LOGIT_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 LOGIT_DIVISORS = ("logits_scaling",)
+LOGIT_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def logit_transform(config) -> LogitTransform:
@@ -33,7 +34,9 @@ def logit_transform(config) -> LogitTransform:
         scale *= getattr(text_config, name, None) or 1.0
     for name in LOGIT_DIVISORS:
         scale /= getattr(text_config, name, None) or 1.0
-    softcap = getattr(text_config, "final_logit_softcapping", None)
+    softcap = None
+    for name in LOGIT_SOFTCAPS:
+        softcap = softcap or getattr(text_config, name, None)
     return LogitTransform(scale, softcap or None)
 
 
@@ -104,6 +107,10 @@ class Policy(nn.Module):
             return logprobs, entropy, is_greedy(hidden, head, batch.targets)
         return logprobs, entropy
 
+    def own_logits(self, ids: Tensor) -> Tensor:
+        """The logits [1, L, V] that transformers' model itself makes of a text [1, L]."""
+        return self.model(input_ids=ids, use_cache=False).logits
+
 
 def load_model(
     path: str,
@@ -149,13 +156,16 @@ def load_model(
     def assemble(model: nn.Module) -> nn.Module:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        language_model = getattr(model.base_model, "language_model", model)
         if vision:
             model.base_model.visual.requires_grad_(not freeze_vision)
             model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
             if attention != "flash":
                 for block in model.base_model.visual.blocks:
                     attend_in_windows(block.attn)
-        language_model = getattr(model.base_model, "language_model", model)
+        elif language_model is not model:  # the towers of a model that is given texts alone
+            for name, part in model.base_model.named_children():
+                part.requires_grad_(name == "language_model")
         language_layers.extend(repeated_blocks(language_model))
         # before FSDP2 wraps the model: a head tied later would be gathered and reduced twice
         model.tie_weights()

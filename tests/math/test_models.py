@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import common.models
 import grpo
 from common.engine.vllm import refuse_other_files, start_errors
-from common.exactness import check_packs, exact_attention, refuse_inexact, why_unsupported
+from common.exactness import check_policy, exact_attention, refuse_inexact, why_unsupported
 from common.export import export_hugging_face
 from common.flags import Machine
 from common.hub import FOLDERS, JSON_FILES, load_tokenizer, require_weights, resolve_model
@@ -95,7 +95,7 @@ def test_a_leak_between_the_texts_of_a_pack_stops_the_run(tmp_path, monkeypatch)
             parameter.mul_(4)
     model.save_pretrained(tmp_path)
     policy = load_model(str(tmp_path), "sdpa")
-    check_packs(policy, "--model x")
+    check_policy(policy, torch.float32, "--model x")
     assert policy.attention == "sdpa"
     hidden_states = common.models.hidden_states
 
@@ -105,8 +105,10 @@ def test_a_leak_between_the_texts_of_a_pack_stops_the_run(tmp_path, monkeypatch)
         return hidden_states(model, batch, attention, vision)
 
     monkeypatch.setattr(common.models, "hidden_states", one_text)
-    with pytest.raises(SystemExit, match=r"--model x: log-probs of a small pack are .* away"):
-        check_packs(policy, "--model x")
+    with pytest.raises(
+        SystemExit, match=r"--model x: with --attention sdpa log-probs of a small .* away"
+    ):
+        check_policy(policy, torch.float32, "--model x")
 
 
 def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path):
