@@ -81,6 +81,12 @@ def test_groups_of_other_ranks_count(world, monkeypatch):
     assert rollouts.drawn == [(0, 6)]
 
 
+def test_a_solved_task_takes_what_is_allowed_and_no_more(world):
+    rollouts = rollouts_of(world, groups=lambda prompt: group(prompt, [1.0, 1.0]))
+    _, episodes = collect(rollouts, make_args(grpo, dynamic_sampling=5, prompts_per_step=2))
+    assert rollouts.drawn == [(0, 2), (2, 8)] and not episodes
+
+
 def test_a_step_draws_what_earlier_ones_would_have_needed(world):
     """Half of 99 prompts were unequal: (4 + sqrt(4 / 2)) / 0.5 are 11. What a round finds counts
     at once; groups that could not be scored do not."""

@@ -180,7 +180,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path, ranks, fre
 def test_what_replaces_flat_groups_does_not_depend_on_who_was_faster(tmp_path):
     """Slow answers of one rank, slow rewards, a kill and a resume: the same groups, weights and
     metrics, and the same number of prompts sampled."""
-    options = [*OPTIONS, "--samples-per-prompt", 2, "--dynamic-sampling", 6, "--total-steps", 4]
+    options = [*OPTIONS, "--samples-per-prompt", 2, "--dynamic-sampling", 20, "--total-steps", 4]
     options += ["--reward-function", ROOT / "tests/workers/kinds.py:even", "--output-dir"]
     whole, slow = tmp_path / "whole", tmp_path / "slow"
     run_script("grpo.py", *options, whole, ranks=2)
