@@ -14,7 +14,14 @@ bias = Later("torch.nn.attention.bias")
 flex = Later("torch.nn.attention.flex_attention")
 BLOCK = 128  # tokens of a block of flex attention
 # options of transformers that change nothing in `shared_prompt_attention`
-WITHOUT_EFFECT = {"is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"}
+WITHOUT_EFFECT = {
+    "is_causal",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "seq_idx",
+}
 
 
 def choose_attention(

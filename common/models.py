@@ -15,6 +15,7 @@ from common.logprobs import is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
+from common.recurrent import is_recurrent, recurrent_inputs, share_prompts
 from common.rotary import length_limits, num_positions, set_text_lengths
 from common.torch_repair import transformers
 from common.vision import FAMILY, Vision, attend_in_windows, auto_class, clamp_inputs, skeleton
@@ -43,6 +44,8 @@ def hidden_states(
         inputs["attention_mask"] = block_mask(batch.units, batch.input_ids.device)
     elif attention == "sdpa":
         inputs["units"] = batch.units
+    if is_recurrent(model.config):
+        inputs |= recurrent_inputs(batch.units, inputs["attention_mask"])
     hidden = model(**inputs).last_hidden_state
     return hidden[0, batch.hidden_index]
 
@@ -109,7 +112,7 @@ def why_unsupported(model: nn.Module, attention: str) -> str | None:
         return f"rescales its logits ({', '.join(scales)})"
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         return "has a head with a bias"
-    if other_types:
+    if other_types and not is_recurrent(config):
         return f"has {', '.join(other_types)} layers, {leak}"
     if config.model_type == "nemotron":  # its attention does not get `units`
         return f"passes its attention no options, {leak}"
@@ -117,9 +120,10 @@ def why_unsupported(model: nn.Module, attention: str) -> str | None:
         return "reads pictures, and has rotary frequencies that depend on a text's length"
     if getattr(config, "router_jitter_noise", 0):
         return "draws its experts at random in training (router_jitter_noise)"
-    if model._is_stateful:
+    if model._is_stateful and not is_recurrent(config):
         return f"has recurrent layers, {leak}"
-    if not model._supports_attention_backend:
+    # of Qwen3.5 it is False, though its attention gets all options
+    if not model._supports_attention_backend and not is_recurrent(config):
         return f"has an attention of its own, {leak}"
     if has_window and attention != "flash":
         return "has sliding windows (--attention flash has them)"
@@ -175,6 +179,10 @@ def load_model(
     if is_critic and max_model_len is not None:  # the engine checks the policy's
         check_critic_positions(empty_model, path, max_model_len)
     register_attention()
+    if is_recurrent(empty_model.config):
+        if compile_layers:
+            raise SystemExit(f"--compile: the recurrent layers of {flag} {path} compile every pack anew")
+        share_prompts(empty_model)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     disable_dropout(config)
     # filled by `assemble`: the layers are found by class name, and FSDP2 renames the classes
