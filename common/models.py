@@ -181,7 +181,9 @@ def load_model(
     register_attention()
     if is_recurrent(empty_model.config):
         if compile_layers:
-            raise SystemExit(f"--compile: the recurrent layers of {flag} {path} compile every pack anew")
+            raise SystemExit(
+                f"--compile: the recurrent layers of {flag} {path} compile every pack anew"
+            )
         share_prompts(empty_model)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     disable_dropout(config)

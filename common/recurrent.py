@@ -167,9 +167,7 @@ def scan_over_pack(
 
     def apply(segment: list[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
         inputs, dt, B, C = segment
-        return scan(
-            inputs, dt, A, B, C, initial_states=state, return_final_states=True, **options
-        )
+        return scan(inputs, dt, A, B, C, initial_states=state, return_final_states=True, **options)
 
     return over_segments(apply, units, [inputs, dt, B, C], dim=1)
 

@@ -49,11 +49,17 @@ OPTIONS = {  # of single kinds, beside the sizes
     "hunyuan_v1_moe": {"head_dim": 32},
     "jetmoe": {"num_key_value_heads": 1},
     "laguna": {"sliding_window": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 2, "head_dim": 64},
     "mimo_v2_flash": {"sliding_window": 8},
     "ministral": {"sliding_window": 8, "head_dim": 32},
     "moshi": {"sliding_window": 8},
+    "qwen3_5": {"text_config": SIZES},
+    "qwen3_5_moe": {
+        "text_config": SIZES
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    },
     "reformer": {"is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -61,12 +67,14 @@ OPTIONS = {  # of single kinds, beside the sizes
 # What is tried with the sizes above; a newer transformers has more.
 OUTCOMES = {
     "exact": """
-        apertus arcee aria_text axk1 bitnet deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5
-        ernie4_5_moe flex_olmo fuyu gemma glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode
-        gpt_neox granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe
-        hy_v3 hyperclovax jais2 jetmoe laguna lfm2 llama mellum minimax_m2 minimax_m3_vl_text
-        ministral3 mistral mixtral olmo olmo2 olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3
-        qwen3_moe seed_oss smollm3 solar_open starcoder2 youtu
+        apertus arcee aria_text axk1 bamba bitnet deepseek_v2 deepseek_v3 diffllama doge dots1
+        ernie4_5 ernie4_5_moe falcon_h1 flex_olmo fuyu gemma glm glm4 glm4_moe glm4_moe_lite gpt-sw3
+        gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoehybrid granitemoeshared helium
+        hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna lfm2 lfm2_moe
+        llama mellum minimax_m2 minimax_m3_vl_text ministral3 mistral mixtral nemotron_h olmo olmo2
+        olmo_hybrid olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe
+        qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open starcoder2
+        youtu
     """,
     "head with a bias": """
         bert bert-generation big_bird camembert codegen ctrl data2vec-text electra ernie git gptj
@@ -78,10 +86,8 @@ OUTCOMES = {
         gpt_neox_japanese marian mbart mpt mvp openai-gpt pegasus stablelm trocr xglm
     """,
     "layers, in which": """
-        axk2 bamba deepseek_v32 deepseek_v4 falcon_h1 falcon_mamba glm_moe_dsa granitemoehybrid
-        hy_v4 inkling_text jamba kimi_linear lfm2_moe llama4 llama4_text mamba mamba2 minimax
-        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
-        qwen4_exp_text recurrent_gemma rwkv xlstm zaya
+        axk2 deepseek_v32 deepseek_v4 falcon_mamba glm_moe_dsa hy_v4 inkling_text jamba kimi_linear
+        llama4 llama4_text mamba mamba2 minimax qwen4_exp_text recurrent_gemma rwkv xlstm zaya
     """,
     "sliding windows": """
         afmoe cwm exaone4 exaone_moe gemma3 gemma3_text gemma4 gemma4_text gemma4_unified

@@ -56,13 +56,9 @@ SIZES = {
             "sliding windows",
             None,
         ),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv layers", "conv layers"),
-        (
-            "qwen3_next",
-            {"layer_types": ["linear_attention", "full_attention"]},
-            "linear_attention",
-            "linear_attention",
-        ),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, None, None),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, None, None),
+        ("mamba2", {"num_heads": 2, "head_dim": 64}, "linear_attention", "linear_attention"),
         ("bloom", {}, "attention of its own", "attention of its own"),
         ("rwkv", {}, "recurrent layers", "recurrent layers"),
         (
