@@ -16,6 +16,7 @@ from common.logprobs import LogitTransform, is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
+from common.recurrent import is_recurrent, recurrent_inputs, share_prompts
 from common.rotary import num_positions, set_text_lengths
 from common.torch_repair import transformers
 from common.vision import Vision, attend_in_windows, auto_class, clamp_inputs
@@ -56,6 +57,8 @@ def hidden_states(
         inputs["masks"] = block_masks(batch.units, (None, window), device)
     elif attention == "sdpa":
         inputs["units"] = batch.units
+    if attention != "rows" and is_recurrent(model.config):
+        inputs |= recurrent_inputs(batch.units)
     hidden = model(**inputs).last_hidden_state  # [B, L, H]
     return hidden.flatten(0, 1)[batch.hidden_index]
 
@@ -148,6 +151,12 @@ def load_model(
     if is_critic and max_model_len is not None:  # the engine checks the policy's
         check_critic_positions(empty_model, path, max_model_len)
     register_attention()
+    if attention != "rows" and is_recurrent(empty_model.config):
+        if compile_layers:
+            raise SystemExit(
+                f"--compile: the recurrent layers of {flag} {path} compile every pack anew"
+            )
+        share_prompts(empty_model)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     disable_dropout(config)
     # filled by `assemble`: the layers are found by class name, and FSDP2 renames the classes
