@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from torch import nn
+from torch import Tensor, nn
 
 from common.files import user_errors
 from common.flags import EMBEDDED
 from common.printing import printable
 from common.torch_repair import Later, transformers
+from common.vision import saved_buffers
 
 hub = Later("huggingface_hub")
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in EMBEDDED}
@@ -44,6 +45,8 @@ JSON_FILES = {  # files that hold a JSON object each
     "tokenizer_config.json",
     "video_preprocessor_config.json",
 }
+# patterns of what older files have, and transformers computes
+IGNORED_WEIGHTS = [r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
 SMOLLM2 = "smollm2-135m-instruct"  # folder of the prepared model
 
 
@@ -214,15 +217,11 @@ def compare_weights(
     """(names that a folder's files lack, names that `model` has no place for, (name, shape in the
     files, shape in the model) of those that differ). SystemExit for unreadable files."""
     files = require_weights(path, flag)
-    tensors: dict = {}  # on the meta device: names and shapes
     logging = transformers.utils.logging
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # else it prints a table of what we refuse in one line
     try:
-        for file in files:
-            tensors.update(
-                transformers.modeling_utils.load_state_dict(str(file), map_location="meta")
-            )
+        tensors = meta_tensors(files)
         _, report = type(model).from_pretrained(
             None,
             config=model.config,
@@ -244,6 +243,38 @@ def compare_weights(
         if name not in buffers and not name.endswith(".masked_bias"):
             unknown.append(name)
     return sorted(report["missing_keys"]), unknown, sorted(report["mismatched_keys"])
+
+
+def meta_tensors(files: list[Path]) -> dict[str, Tensor]:
+    """{name: tensor on the meta device}: the names and shapes of weights in files."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(transformers.modeling_utils.load_state_dict(str(file), map_location="meta"))
+    return tensors
+
+
+def saved_sizes(model: nn.Module, path: str) -> dict[str, int]:
+    """{name: number of elements} of the weights in a folder's files that `model` has a place for,
+    and of a tied head, which the files lack.
+
+    The files have been compared with the model, see `check_weights`. Where they are of the backbone
+    alone, names get its prefix.
+    """
+    prefix = f"{model.base_model_prefix}."
+    computed = dict(model.named_buffers()).keys() - {name for name, _ in saved_buffers(model)}
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *IGNORED_WEIGHTS]
+    tensors = meta_tensors(require_weights(path))
+    is_backbone = not any(name.startswith(prefix) for name in tensors)
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if is_backbone and in_backbone(model, name):
+            name = prefix + name
+        if name not in computed and not any(re.search(pattern, name) for pattern in ignored):
+            sizes[name] = tensor.numel()
+    head = model.get_output_embeddings().weight
+    if head is model.get_input_embeddings().weight:
+        sizes["lm_head.weight"] = head.numel()
+    return sizes
 
 
 def in_backbone(model: nn.Module, name: str) -> bool:
