@@ -20,7 +20,7 @@ from common.files import user_errors
 from common.flags import EMBEDDED
 from common.printing import printable
 from common.torch_repair import Later, transformers
-from common.vision import saved_buffers
+from common.vision import as_saved, saved_buffers
 
 hub = Later("huggingface_hub")
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in EMBEDDED}
@@ -216,16 +216,36 @@ def compare_weights(
 ) -> tuple[list[str], list[str], list[tuple]]:
     """(names that a folder's files lack, names that `model` has no place for, (name, shape in the
     files, shape in the model) of those that differ). SystemExit for unreadable files."""
+    _, report, _ = load_names(model, path, flag)
+    buffers = dict(model.named_buffers())
+    unknown: list[str] = []
+    for name in sorted(report["unexpected_keys"]):
+        # buffers are computed; older files also hold masks
+        if name not in buffers and not name.endswith(".masked_bias"):
+            unknown.append(name)
+    return sorted(report["missing_keys"]), unknown, sorted(report["mismatched_keys"])
+
+
+def load_names(model: nn.Module, path: str, flag: str) -> tuple[nn.Module, dict, dict[str, Tensor]]:
+    """Load a folder's files, but no values, into a model like `model`.
+
+    Returns it, transformers' report, and the {name: tensor} of the files, on the meta device.
+    SystemExit for unreadable files.
+    """
     files = require_weights(path, flag)
+    tensors: dict[str, Tensor] = {}
     logging = transformers.utils.logging
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # else it prints a table of what we refuse in one line
     try:
-        tensors = meta_tensors(files)
-        _, report = type(model).from_pretrained(
+        for file in files:
+            tensors.update(
+                transformers.modeling_utils.load_state_dict(str(file), map_location="meta")
+            )
+        loaded, report = type(model).from_pretrained(
             None,
             config=model.config,
-            state_dict=tensors,
+            state_dict=dict(tensors),
             device_map={"": "meta"},
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -236,43 +256,37 @@ def compare_weights(
         raise SystemExit(printable(f"{prefix}: {reason:.300}")) from error
     finally:
         logging.set_verbosity(verbosity)
-    buffers = dict(model.named_buffers())
-    unknown: list[str] = []
-    for name in sorted(report["unexpected_keys"]):
-        # buffers are computed; older files also hold masks
-        if name not in buffers and not name.endswith(".masked_bias"):
-            unknown.append(name)
-    return sorted(report["missing_keys"]), unknown, sorted(report["mismatched_keys"])
-
-
-def meta_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """{name: tensor on the meta device}: the names and shapes of weights in files."""
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors.update(transformers.modeling_utils.load_state_dict(str(file), map_location="meta"))
-    return tensors
+    return loaded, report, tensors
 
 
 def saved_sizes(model: nn.Module, path: str) -> dict[str, int]:
-    """{name: number of elements} of the weights in a folder's files that `model` has a place for,
-    and of a tied head, which the files lack.
+    """{name: number of elements} of the weights in a folder's files, as a sync sends them, and of a
+    tied head, which the files lack. `model`: its skeleton.
 
-    The files have been compared with the model, see `check_weights`. Where they are of the backbone
-    alone, names get its prefix.
+    What the files hold beyond the model, and transformers ignores, is left out. Files of a backbone
+    alone lack its prefix. SystemExit if transformers does not give back what it has read.
     """
-    prefix = f"{model.base_model_prefix}."
-    computed = dict(model.named_buffers()).keys() - {name for name, _ in saved_buffers(model)}
+    loaded, _, tensors = load_names(model, path, "--model")
+    weights = [*loaded.named_parameters(), *saved_buffers(loaded)]
+    sent = {name: tensor.numel() for name, tensor in as_saved(loaded, weights)}
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *IGNORED_WEIGHTS]
-    tensors = meta_tensors(require_weights(path))
-    is_backbone = not any(name.startswith(prefix) for name in tensors)
+    computed = dict(model.named_buffers())
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
-        if is_backbone and in_backbone(model, name):
-            name = prefix + name
-        if name not in computed and not any(re.search(pattern, name) for pattern in ignored):
-            sizes[name] = tensor.numel()
-    head = model.get_output_embeddings().weight
-    if head is model.get_input_embeddings().weight:
+        whole_name = f"{model.base_model_prefix}.{name}"
+        if name not in sent and whole_name in sent:
+            name = whole_name
+        is_ignored = name in computed or any(re.search(pattern, name) for pattern in ignored)
+        if name not in sent and is_ignored:
+            continue
+        sizes[name] = tensor.numel()
+        if sent.get(name) != sizes[name]:
+            raise SystemExit(
+                f"--model {path}: its files have {name}, which transformers divides among several "
+                "weights, or does not write again: a sync cannot send it; --engine hf runs it"
+            )
+    head = loaded.get_output_embeddings().weight
+    if head is loaded.get_input_embeddings().weight:
         sizes["lm_head.weight"] = head.numel()
     return sizes
 

@@ -6,7 +6,7 @@ import torch
 from vl import SMOLLM, build_tokenizer
 
 from common.torch_repair import transformers
-from common.vision import auto_class
+from common.vision import PLACEHOLDERS, auto_class, saved_buffers
 
 SIZES = {
     "hidden_size": 128,
@@ -129,7 +129,43 @@ FAMILIES: dict[
 }
 
 
+TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
+COMPOSITES = {  # {family: (text family, options of the vision tower)}
+    "gemma3": ("gemma3_text", TOWER | {"image_size": 56}),
+    "gemma4": (
+        "gemma4_text",
+        TOWER | HEADS | {"num_key_value_heads": 2, "global_head_dim": 32, "patch_size": 4},
+    ),
+    "mistral3": ("ministral3", TOWER | HEADS | {"image_size": 56, "model_type": "pixtral"}),
+    "qwen3_5": ("qwen3_5_text", {"depth": 1, "hidden_size": 64, "num_heads": 2}),
+}
+
+
+def composite_config(family: str, tokenizer) -> "transformers.PreTrainedConfig":
+    """Its placeholders are the last tokens, which a random model samples as often as others."""
+    text_family, tower = COMPOSITES[family]
+    last = len(tokenizer) - 1
+    text_config = family_config(text_family, tokenizer)
+    config = transformers.CONFIG_MAPPING[family](
+        text_config=text_config.to_dict(),
+        vision_config=tower,
+        tie_word_embeddings=text_config.tie_word_embeddings,
+    )
+    names = [name for name in PLACEHOLDERS if isinstance(getattr(config, name, None), int)]
+    for i, name in enumerate(names):
+        setattr(config, name, last - i)
+    return config
+
+
 def family_config(family: str, tokenizer) -> "transformers.PreTrainedConfig":
+    if family in COMPOSITES:
+        return composite_config(family, tokenizer)
     kind = family.partition("-")[0]
     options = SIZES | FAMILIES.get(family, {})
     options = {"tie_word_embeddings": False} | options
@@ -152,14 +188,13 @@ def write_family(folder: Path, family: str) -> Path:
     config = family_config(family, tokenizer)
     torch.manual_seed(0)
     model = auto_class(config).from_config(config, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(3)
-        elif "A_log" not in name and "dt_bias" not in name:
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    for name, buffer in model.named_buffers():
+    for name, tensor in (*model.named_parameters(), *saved_buffers(model)):
         if "e_score_correction_bias" in name:
-            buffer.copy_(0.1 * torch.randn(buffer.shape))
+            tensor.copy_(0.1 * torch.randn(tensor.shape))
+        elif tensor.dim() > 1:
+            tensor.mul_(3)
+        elif "A_log" not in name and "dt_bias" not in name:
+            tensor.add_(0.1 * torch.randn(tensor.shape))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

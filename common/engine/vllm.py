@@ -25,7 +25,7 @@ from torch import nn
 
 from common.engine.books import WeightBooks
 from common.engine.protocol import Engine, EngineConfig, Weights, without_placeholder
-from common.engine.refusals import OTHER_ENGINE, Setting, why_refused
+from common.engine.refusals import ON_TRANSFORMERS_BACKEND, OTHER_ENGINE, Setting, why_refused
 from common.engine.vllm_repairs import GptOssWeights, leave_transformers_alone, repair_cpu
 from common.files import memory_advice
 from common.hub import require_weights, saved_sizes
@@ -67,7 +67,8 @@ def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
 
 
 def register_model(model: nn.Module, path: str) -> None:
-    """Register a model's class with vLLM. SystemExit if vLLM does not have it.
+    """Register a model's class with vLLM, or the transformers backend. SystemExit if neither runs
+    it exactly.
 
     vLLM itself registers classes lazily, and would inspect this one in a subprocess, which lacks
     our repair of torchvision.
@@ -75,14 +76,16 @@ def register_model(model: nn.Module, path: str) -> None:
     from vllm.model_executor.models import ModelRegistry
 
     architecture = (model.config.architectures or [type(model).__name__])[0]
-    name = architecture
-    if architecture not in ModelRegistry.models and model.is_backend_compatible():
+    registered = ModelRegistry.models.get(architecture)
+    model_class = registered.load_model_cls() if registered else None
+    if model_class is None or ".transformers" in model_class.__module__:
+        if model.config.model_type not in ON_TRANSFORMERS_BACKEND:
+            raise SystemExit(
+                f"--model {path}: vLLM has no {architecture} of its own; {OTHER_ENGINE}"
+            )
         has_experts = any(".experts." in name for name, _ in model.named_parameters())
-        name = "TransformersMoEForCausalLM" if has_experts else "TransformersForCausalLM"
-    if name not in ModelRegistry.models:
-        raise SystemExit(f"--model {path}: vLLM has no {architecture}; {OTHER_ENGINE}")
-    model_class = ModelRegistry.models[name].load_model_cls()
-    if ".transformers" in model_class.__module__:
+        backend = "TransformersMoEForCausalLM" if has_experts else "TransformersForCausalLM"
+        model_class = ModelRegistry.models[backend].load_model_cls()
         leave_transformers_alone()
     ModelRegistry.register_model(architecture, model_class)
 
@@ -210,6 +213,7 @@ class VllmEngine(Engine):
         register_model(model, config.path)
         options = engine_options(config, on_gpu, model)
         refuse_other_files(config.path)
+        self.books = WeightBooks(saved_sizes(model, config.path))
         with memory_advice("the rollout"), start_errors(config.path):
             self.llm = LLM(
                 config.path,
@@ -236,7 +240,6 @@ class VllmEngine(Engine):
         self.end_ids = [*config.end_ids, *self.placeholders]  # see without_placeholder
         self.model_type = model.config.model_type
         (self.has_head,) = self.llm.apply_model(has_head)
-        self.books = WeightBooks(saved_sizes(model, config.path))
         self.prompts: dict[int, list[int]] = {}  # of the requests that are not complete, by key
         self.asleep = False
 

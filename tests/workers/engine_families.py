@@ -11,6 +11,7 @@ disk (fresh), after the weights have moved by a tenth without a sync (stale), af
 import argparse
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -39,18 +40,20 @@ def make_prompts() -> list[list[int]]:
 
 
 @torch.no_grad()
-def largest_gap(engine: Engine, model: nn.Module, step: int) -> float:
+def largest_gap(engine: Engine, model: nn.Module, step: int) -> tuple[float, Counter]:
     prompts = make_prompts()
     completions = generate(engine, prompts, SAMPLING, [11, 12, 13, 14], step)
     gaps = []
+    reasons = Counter()
     for prompt, samples in zip(prompts, completions):
         for sample in samples:
+            reasons[sample.finish_reason] += 1
             ids = torch.tensor([prompt + sample.token_ids])
             logits = model(ids, use_cache=False).logits[0].float() / SAMPLING.temperature
             predictions = logits.log_softmax(-1)[len(prompt) - 1 : -1]
             expected = predictions.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
             gaps.append((expected - torch.tensor(sample.logprobs)).abs().max())
-    return max(gaps).item()
+    return max(gaps).item(), reasons
 
 
 @torch.no_grad()
@@ -73,21 +76,21 @@ def gaps_of(folder: Path, family: str, engine_name: str, world: World) -> dict[s
     end_ids = [config.get_text_config().eos_token_id]
     options = {"end_ids": end_ids, "max_model_len": 512, "sleep_level": 0, "memory_gib": 0.25}
     engine = engine_class(EngineConfig(str(folder), torch.float32, world, **options))
-    gaps: dict[str, object] = {"class": None}
-    if engine_name == "vllm":
-        (vllm_class,) = engine.llm.apply_model(lambda model: type(model).__name__)
-        gaps["class"] = vllm_class
     engine.books.step = 0
-    gaps["fresh"] = largest_gap(engine, model, 0)
+    result: dict[str, object] = {}
+    result["fresh"], reasons = largest_gap(engine, model, 0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     move(model)
-    gaps["stale"] = largest_gap(engine, model, 0)
+    result["stale"], _ = largest_gap(engine, model, 0)
     sync_engine(engine, policy, 1)
-    gaps["synced"] = largest_gap(engine, model, 1)
+    result["synced"], _ = largest_gap(engine, model, 1)
     model.load_state_dict(before)
     sync_engine(engine, policy, 2)
-    gaps["restored"] = largest_gap(engine, model, 2)
-    return gaps
+    result["restored"], _ = largest_gap(engine, model, 2)
+    result["reasons"] = reasons
+    if engine_name == "vllm":
+        result["class"] = engine.llm.apply_model(lambda model: type(model).__name__)[0]
+    return result
 
 
 def main(args: argparse.Namespace) -> None:
