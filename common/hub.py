@@ -20,7 +20,6 @@ from common.files import user_errors
 from common.flags import EMBEDDED
 from common.printing import printable
 from common.torch_repair import Later, transformers
-from common.vision import as_saved, saved_buffers
 
 hub = Later("huggingface_hub")
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in EMBEDDED}
@@ -45,8 +44,6 @@ JSON_FILES = {  # files that hold a JSON object each
     "tokenizer_config.json",
     "video_preprocessor_config.json",
 }
-# patterns of what older files have, and transformers computes
-IGNORED_WEIGHTS = [r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
 SMOLLM2 = "smollm2-135m-instruct"  # folder of the prepared model
 
 
@@ -257,38 +254,6 @@ def load_names(model: nn.Module, path: str, flag: str) -> tuple[nn.Module, dict,
     finally:
         logging.set_verbosity(verbosity)
     return loaded, report, tensors
-
-
-def saved_sizes(model: nn.Module, path: str) -> dict[str, int]:
-    """{name: number of elements} of the weights in a folder's files, as a sync sends them, and of a
-    tied head, which the files lack. `model`: its skeleton.
-
-    What the files hold beyond the model, and transformers ignores, is left out. Files of a backbone
-    alone lack its prefix. SystemExit if transformers does not give back what it has read.
-    """
-    loaded, _, tensors = load_names(model, path, "--model")
-    weights = [*loaded.named_parameters(), *saved_buffers(loaded)]
-    sent = {name: tensor.numel() for name, tensor in as_saved(loaded, weights)}
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *IGNORED_WEIGHTS]
-    computed = dict(model.named_buffers())
-    sizes: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        whole_name = f"{model.base_model_prefix}.{name}"
-        if name not in sent and whole_name in sent:
-            name = whole_name
-        is_ignored = name in computed or any(re.search(pattern, name) for pattern in ignored)
-        if name not in sent and is_ignored:
-            continue
-        sizes[name] = tensor.numel()
-        if sent.get(name) != sizes[name]:
-            raise SystemExit(
-                f"--model {path}: its files have {name}, which transformers divides among several "
-                "weights, or does not write again: a sync cannot send it; --engine hf runs it"
-            )
-    head = loaded.get_output_embeddings().weight
-    if head is loaded.get_input_embeddings().weight:
-        sizes["lm_head.weight"] = head.numel()
-    return sizes
 
 
 def in_backbone(model: nn.Module, name: str) -> bool:

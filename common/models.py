@@ -20,13 +20,13 @@ from common.torch_repair import transformers
 from common.vision import (
     FAMILY,
     Vision,
-    as_saved,
     attend_in_windows,
     auto_class,
     clamp_inputs,
-    saved_buffers,
+    is_composite,
     skeleton,
 )
+from common.weights import as_saved, saved_buffers
 
 # attributes of a config that rescale the logits
 LOGIT_SCALES = [
@@ -198,6 +198,9 @@ def load_model(
             if attention != "flash":
                 for block in model.base_model.visual.blocks:
                     attend_in_windows(block.attn)
+        elif is_composite(model.config):  # text trains the language model alone
+            for name, part in model.base_model.named_children():
+                part.requires_grad_(name == "language_model")
         language_model = getattr(model.base_model, "language_model", model)
         language_layers.extend(repeated_blocks(language_model))
         # before FSDP2 wraps the model: a head tied later would be gathered and reduced twice

@@ -1,6 +1,6 @@
 """Images and videos of Qwen2-VL and Qwen2.5-VL: placeholders, M-RoPE positions, patches."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -220,26 +220,6 @@ def skeleton(path: str, trust_remote_code: bool = False, flag: str = "--model") 
         raise SystemExit(
             f"{flag} {path}: transformers makes no causal language model of it: {reason}"
         ) from error
-
-
-def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of the tensors that a checkpoint has beside the parameters: the biases of a
-    router, the scales of Gemma 4's layers."""
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(path, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
-
-
-def as_saved(
-    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a model's modules under the names, and in the parts, of the checkpoint that it was
-    loaded from: transformers renames some, and fuses experts. They are converted one by one.
-    """
-    revert = transformers.core_model_loading.revert_weight_conversion
-    for name, tensor in weights:
-        yield from revert(model, {name: tensor}).items()
 
 
 def load_vision(path: str, limits: PixelLimits, trust_remote_code: bool = False) -> Vision | None:

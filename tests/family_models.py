@@ -6,7 +6,8 @@ import torch
 from vl import SMOLLM, build_tokenizer
 
 from common.torch_repair import transformers
-from common.vision import PLACEHOLDERS, auto_class, saved_buffers
+from common.vision import PLACEHOLDERS, auto_class
+from common.weights import saved_buffers
 
 SIZES = {
     "hidden_size": 128,

@@ -36,7 +36,8 @@ class WeightBooks:
         """The engine now holds the weights of step `step`. RuntimeError if some were not sent."""
         missing = sorted(self.expected.keys() - self.sent)
         if missing:
-            raise RuntimeError(f"weight sync: missing {', '.join(missing)}")
+            others = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+            raise RuntimeError(f"weight sync: missing {', '.join(missing[:10])}{others}")
         self.step = step
 
     def check(self, step: int) -> None:

@@ -14,7 +14,8 @@ from common.progress import Progress
 from common.rotary import check_lengths, num_positions
 from common.torch_repair import transformers
 from common.types import Completion, Request, Sampling
-from common.vision import auto_class, clamp_inputs, placeholder_ids, saved_buffers
+from common.vision import auto_class, clamp_inputs, placeholder_ids
+from common.weights import saved_buffers
 
 MAX_SEQUENCES = 256  # of a batch
 

@@ -28,12 +28,13 @@ from common.engine.protocol import Engine, EngineConfig, Weights, without_placeh
 from common.engine.refusals import ON_TRANSFORMERS_BACKEND, OTHER_ENGINE, Setting, why_refused
 from common.engine.vllm_repairs import GptOssWeights, leave_transformers_alone, repair_cpu
 from common.files import memory_advice
-from common.hub import require_weights, saved_sizes
+from common.hub import require_weights
 from common.pictures import Media
 from common.printing import printable
 from common.rotary import check_lengths
 from common.types import Completion, Request
 from common.vision import is_composite, placeholder_ids, skeleton
+from common.weights import saved_sizes
 
 # errors of vLLM that lengths or memory may have caused
 LIMITS = re.compile("max_model_len|max_num_batched_tokens|max.seq.len|memory", re.IGNORECASE)

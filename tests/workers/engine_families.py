@@ -27,7 +27,8 @@ from common.models import Policy, sync_engine
 from common.progress import say
 from common.script import run
 from common.types import Sampling
-from common.vision import auto_class, saved_buffers, skeleton
+from common.vision import auto_class, skeleton
+from common.weights import saved_buffers
 
 END_IDS = list(range(0, 250, 50))  # so many that samples of a batch end at different times
 SAMPLING = Sampling(n=2, max_tokens=24, temperature=0.9)
