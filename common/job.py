@@ -170,6 +170,7 @@ class Job:
         say(plan.text)
         if plan.refusal:
             raise SystemExit(plan.refusal)
+        self.memory_plan = plan
         self.micro_batch_tokens = plan.micro_batch_tokens
         self.engine_memory = plan.engine_memory
 
