@@ -709,6 +709,7 @@ def main(args: Args, demo: bool = False) -> None:
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
+    # do the largest micro-batches fit?
     rehearsal = Rehearsal(job, packer, args.rollout, [optimizer, critic_optimizer])
     while rehearsal.is_due:
         with rehearsal.attempt() as minibatch:

@@ -280,11 +280,14 @@ def main(args: Args, demo: bool = False) -> None:
     )
     start = checkpoints.resume(job.checkpoint)
     logger = open_logger(job, args, total_steps, checkpoints)
+    # do the largest micro-batches fit?
+    # at worst pictures stand before the last token, or, in text, one token before those trained on
+    num_untrained = max_tokens - 1 if job.vision else 1
     conversations = Rollout(
         prompts_per_step=args.batch_size,
         samples_per_prompt=1,
-        max_prompt_tokens=0,
-        max_response_tokens=max_tokens,
+        max_prompt_tokens=num_untrained,
+        max_response_tokens=max_tokens - num_untrained,
         max_images=max_tokens,
     )
     rehearsal = Rehearsal(job, packer, conversations, [optimizer])

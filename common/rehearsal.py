@@ -6,10 +6,11 @@ Here all ranks compute the same shapes: they run out at the same place, and can 
 micro-batches.
 """
 
+import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil, isqrt
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,15 @@ from common.memory.remedies import longest
 from common.optimizer import GuardedAdamW
 from common.packing import Minibatch, Packer, TokenIndex
 from common.pictures import CELL, Media, blank
+from common.processes import ranks_here
 from common.progress import say
 from common.types import Episode
 from common.vision import Vision
 
 FITS = "fits"
-AGREEMENT_S = 60.0  # how long to wait for the outcome of other ranks
+PATIENCE_S = 60.0  # how long a rank that has run out of memory waits for the outcome of others
+
+_exchanges = itertools.count()  # numbers for the keys of the store
 
 
 def is_worthwhile(device: torch.device) -> bool:
@@ -48,8 +52,8 @@ class Rehearsal:
     def __init__(
         self, job: Job, packer: Packer, rollout: Rollout, optimizers: Sequence[GuardedAdamW]
     ):
-        """rollout: how long prompts and responses may be, and how many a step has. A conversation
-        counts as a response without a prompt. optimizers: of all models that share the memory.
+        """rollout: how many prompts and responses a step has, and how long they may be. optimizers:
+        of all models that share the memory.
         """
         self.world = job.world
         self.mesh = job.mesh
@@ -95,7 +99,7 @@ class Rehearsal:
     def _minibatch(self) -> Minibatch:
         """Two micro-batches, if a step has so many trajectories: the second finds the gradients of
         the first in memory."""
-        num_prompts = ceil(self.rollout.prompts_per_step / self.world.size)
+        num_prompts = math.ceil(self.rollout.prompts_per_step / self.world.size)
         episodes: list[Episode] = []
         for _ in range(2):
             first_prompt = episodes[-1].prompt_index + 1 if episodes else 0
@@ -114,7 +118,7 @@ class Rehearsal:
         """Drop the gradients; halve the micro-batches, of `tokens` tokens at most, if they did not
         fit."""
         self.num_attempts += 1
-        outcomes = outcomes_of_ranks(f"rehearsal/{self.num_attempts}", outcome, self.world)
+        outcomes = outcomes_of_ranks(outcome, self.world)
         if outcomes == {FITS}:
             for adamw in self.optimizers:
                 adamw.optimizer.zero_grad()
@@ -147,11 +151,11 @@ class Rehearsal:
         one_trajectory = longest(self.rollout)
         budget = min(self.packer.budget, tokens)
         if budget <= one_trajectory:
-            flag = "--max-response-tokens" if self.rollout.max_prompt_tokens else "--max-tokens"
             raise SystemExit(
-                f"out of memory before anything is sampled: one trajectory of {one_trajectory} "
-                f"tokens does not fit (--micro-batch-tokens {self.packer.budget}); add "
-                f"--gradient-checkpointing or --offload optimizer, lower {flag} or use more GPUs"
+                f"out of memory before the first step: one trajectory of {one_trajectory} tokens "
+                f"does not fit (--micro-batch-tokens {self.packer.budget}); add "
+                "--gradient-checkpointing or --offload optimizer, lower --max-response-tokens "
+                "(sft.py: --max-tokens) or use more GPUs"
             )
         self.packer.budget = max(budget // 2, one_trajectory)
         remember_budget(self.packer.budget, self.packer.run_dir)
@@ -170,18 +174,18 @@ class Rehearsal:
         say(text)
 
 
-def outcomes_of_ranks(name: str, outcome: str, world: World) -> set[str]:
-    """The outcomes of all ranks, each once. They come through the store: some ranks may be in a
-    collective. An outcome that does not come in time is "no answer"."""
+def outcomes_of_ranks(outcome: str, world: World) -> set[str]:
+    """The outcomes of all ranks, each once. They come through the store: a rank may wait in a
+    collective for one that has run out of memory, which reads "no answer" in the end."""
     if world.size == 1:
         return {outcome}
     store = dist.distributed_c10d._get_default_store()
+    name = f"rehearsal/{next(_exchanges)}"
     store.set(f"{name}/{world.rank}", outcome)
-    deadline = time.monotonic() + AGREEMENT_S
+    deadline = math.inf if outcome == FITS else time.monotonic() + PATIENCE_S
     outcomes: set[str] = set()
     for rank in range(world.size):
         key = f"{name}/{rank}"
-        # asked again and again: a `get` that waits would hold the store
         while not store.check([key]) and time.monotonic() < deadline:
             time.sleep(0.02)
         outcomes.add(store.get(key).decode() if store.check([key]) else "no answer")
@@ -190,9 +194,9 @@ def outcomes_of_ranks(name: str, outcome: str, world: World) -> set[str]:
 
 def left_at_peak_gb(device: torch.device) -> float:
     """Gigabytes that were free when this process had the most memory since `reset_peak`; on a CPU
-    those that are free now."""
+    this rank's share of those that are free now."""
     if device.type != "cuda":
-        return free_memory() / 1e9
+        return free_memory() / ranks_here() / 1e9
     torch.cuda.synchronize(device)
     free, _ = torch.cuda.mem_get_info(device)
     given_back = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
@@ -218,8 +222,6 @@ def longest_episodes(
     A trajectory longer than the budget has a micro-batch of its own.
     """
     room = max(budget, longest(rollout))
-    # pictures stand in prompts, in what tools return, and anywhere in a conversation
-    in_responses = rollout.multi_turn or rollout.max_prompt_tokens == 0
     samples_per_prompt = rollout.samples_per_prompt if share_prompts else 1
     episodes: list[Episode] = []
     for prompt_index in prompts:
@@ -232,12 +234,12 @@ def longest_episodes(
             length = min(rollout.max_response_tokens, room)
             if length == 0:
                 break
-            max_images = rollout.max_images - len(prompt_media) if in_responses else 0
-            # at least the last token is trained
+            max_images = rollout.max_images - len(prompt_media)
+            if not rollout.multi_turn:  # only tools return pictures
+                max_images = 0
+            # at least the last token is sampled
             response_ids, media = with_pictures(length - 1, max_images, vision)
             num_untrained = sum(m.num_tokens for m in media)
-            if prompt_length == 0:  # nothing predicts the first token
-                num_untrained = max(num_untrained, 1)
             episodes.append(
                 Episode(
                     prompt_index=prompt_index,
@@ -262,7 +264,7 @@ def with_pictures(
     room = length
     while vision and room > 0 and len(media) < max_images:
         num_tokens = min(room, vision.limits.max_pixels // CELL**2)
-        rows = isqrt(num_tokens)
+        rows = math.isqrt(num_tokens)
         media.append(blank(rows, columns=num_tokens // rows))
         room -= media[-1].num_tokens
     ids = [0] * length
