@@ -196,8 +196,9 @@ class Media:
         return digest.hexdigest()
 
 
-def blank() -> Media:
-    """The smallest picture: a rank without pictures runs the vision tower on it, as others do."""
+def blank(rows: int = 1, columns: int = 1) -> Media:
+    """A picture of rows x columns tokens, by default the smallest: a rank without pictures runs the
+    vision tower on it, as others do."""
     import numpy as np
 
-    return Media("image", [], np.zeros((1, CELL, CELL, 3), dtype=np.uint8))
+    return Media("image", [], np.zeros((1, rows * CELL, columns * CELL, 3), dtype=np.uint8))
