@@ -99,7 +99,10 @@ class Rehearsal:
     def _minibatch(self) -> Minibatch:
         """Two micro-batches, if a step has so many trajectories: the second finds the gradients of
         the first in memory."""
+        share_prompts = self.packer.layout["share_prompts"]
         num_prompts = math.ceil(self.rollout.prompts_per_step / self.world.size)
+        if not share_prompts:  # each response has one of its own
+            num_prompts *= self.rollout.samples_per_prompt
         episodes: list[Episode] = []
         for _ in range(2):
             first_prompt = episodes[-1].prompt_index + 1 if episodes else 0
@@ -107,7 +110,7 @@ class Rehearsal:
                 self.rollout,
                 range(first_prompt, num_prompts),
                 budget=self.packer.budget,
-                share_prompts=self.packer.share_prompts,
+                share_prompts=share_prompts,
                 vision=self.packer.vision,
             )
         index = TokenIndex(episodes)
