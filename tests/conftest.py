@@ -137,3 +137,14 @@ def eager_compiler(monkeypatch):
     torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=False):  # an engine in this process may have set it
         yield
+
+
+@pytest.fixture
+def float64(monkeypatch):
+    """Casts to float32, which norms, softmax and recurrences of transformers make whatever they
+    are given, become casts to float64."""
+    import torch
+
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for name in ("float32", "float"):
+        monkeypatch.setattr(torch, name, torch.float64)

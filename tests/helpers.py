@@ -34,6 +34,12 @@ from common.types import Episode, Request, Sampling
 register_attention()  # for models that are built without `load_model`
 
 
+def largest_difference(tensors, references) -> float:
+    """The largest of all elements."""
+    pairs = zip(tensors, references, strict=True)
+    return max((tensor - reference).abs().max().item() for tensor, reference in pairs)
+
+
 def random_policy(config, dtype=torch.float64, seed: int = 0):
     from transformers import AutoModelForCausalLM
 

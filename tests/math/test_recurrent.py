@@ -85,15 +85,6 @@ EVERY_TIME = ["falcon_h1", "qwen3_5_text"]
 TEMPERATURE = 0.8
 
 
-@pytest.fixture
-def float64(monkeypatch):
-    """Casts to float32, which norms, softmax and recurrences of transformers make whatever they
-    are given, become casts to float64."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    for name in ("float32", "float"):
-        monkeypatch.setattr(torch, name, torch.float64)
-
-
 def random_model(kind: str, folder, attention: str = "sdpa", **options) -> Policy:
     sizes = dict(SIZES)
     if kind == "nemotron_h":

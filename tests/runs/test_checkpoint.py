@@ -656,5 +656,5 @@ def test_an_error_whose_text_begins_with_an_empty_line_is_an_error(world):
     def fail():
         raise OSError("\n\nthe server is away")
 
-    with pytest.raises(CheckpointError, match="^the server is away$"):
+    with pytest.raises(CheckpointError, match=r"^the server is away$"):
         on_all_ranks(fail)

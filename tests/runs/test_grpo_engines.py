@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from family_models import write_family
-from helpers import LITTLE_CACHE, ROOT, metrics_of, relative_l2, run_script, steps_of
+from helpers import ROOT, metrics_of, relative_l2, run_script, steps_of
 from safetensors.torch import load_file
 from vl import write_random, write_tied_llama
 

@@ -150,7 +150,14 @@ def test_a_resume_equals_an_uninterrupted_run(whole, tmp_path):
 def test_a_resume_with_another_reference_is_refused(whole, tmp_path):
     """The policy's weights come from the checkpoint, those that KL is charged against from
     --model."""
-    options = [*OPTIONS, "--engine", "hf", *data_of(whole), "--resume", whole / "checkpoints" / "step_000002"]
+    options = [
+        *OPTIONS,
+        "--engine",
+        "hf",
+        *data_of(whole),
+        "--resume",
+        whole / "checkpoints" / "step_000002",
+    ]
     run = ["--model", other_weights(tmp_path / "model"), "--output-dir", tmp_path / "run"]
     done = run_script("grpo.py", *options, *run, check=False)
     assert done.returncode == 1 and "is of another reference, " in done.stderr, done.stderr
@@ -231,8 +238,8 @@ def test_a_dump_of_another_step_or_of_other_ranks_is_refused(whole):
 
 
 def test_a_fork_is_a_copy(tmp_path):
-    """It trains and evaluates by its own default, from a checkpoint under its own name; that one goes
-    on, test_sft_runs.py tests."""
+    """It trains and evaluates by its own default, from a checkpoint under its own name; that one
+    goes on, test_sft_runs.py tests."""
     text = (ROOT / "grpo.py").read_text()
     default = "    learning_rate: Amount = 1e-6  # peak\n"
     assert text.count(default) == 1

@@ -139,9 +139,7 @@ def test_pictures_come_from_the_files_beside_a_dump(tmp_path, world):
     assert "<image " not in page and "unreadable image" in page
 
 
-def test_the_first_pictures_may_be_of_a_prompt_that_the_page_leaves_out(
-    tmp_path, world, capsys
-):
+def test_the_first_pictures_may_be_of_a_prompt_that_the_page_leaves_out(tmp_path, world, capsys):
     episodes = random_episodes(seed=2, prompts=10, samples=1)
     episodes[9].media = [Media.open("image", [picture(56, 56, 1)], LIMITS)]
     path = dump_rollouts(tmp_path, 3, episodes, [], [], build_tokenizer(), world)
@@ -151,9 +149,7 @@ def test_the_first_pictures_may_be_of_a_prompt_that_the_page_leaves_out(
     assert "<h2>Prompt 7</h2>" in page and "<image " not in page
 
 
-def test_what_arrow_cannot_read_costs_the_page_but_not_the_run(
-    tmp_path, tokenizer, world, capsys
-):
+def test_what_arrow_cannot_read_costs_the_page_but_not_the_run(tmp_path, tokenizer, world, capsys):
     episodes = random_episodes(seed=3, prompts=1, samples=2)
     path = dump_rollouts(tmp_path, 1, episodes, [], [], tokenizer, world)
     pq.write_table(pa.table({"prompt_index": [["a list"]]}), path)

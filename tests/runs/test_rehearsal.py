@@ -24,6 +24,7 @@ GROUPS = Rollout(
     prompts_per_step=99, samples_per_prompt=4, max_prompt_tokens=64, max_response_tokens=48
 )
 
+
 @pytest.fixture(autouse=True)
 def on_a_cpu_too(monkeypatch):
     monkeypatch.setattr(rehearsal, "is_worthwhile", lambda device: True)
@@ -75,9 +76,7 @@ def rehearse(case, world, max_tokens: int = 10**9) -> list[list]:
         (50, "sdpa", [[64, 48]]),
     ],
 )
-def test_the_longest_trajectories_fill_two_micro_batches(
-    case, budget, attention, expected
-):
+def test_the_longest_trajectories_fill_two_micro_batches(case, budget, attention, expected):
     with case(GROUPS, budget, attention).rehearsal.attempt() as minibatch:
         assert [batch.units for batch in minibatch.micro_batches] == [expected] * 2
         num_trained = sum(length for unit in expected for length in unit[1:])
@@ -182,9 +181,7 @@ def test_only_on_gpus_and_not_of_a_replay(case, monkeypatch, tmp_path):
 
 def test_a_rank_that_fits_waits_and_one_that_ran_out_does_not_for_long(monkeypatch):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(
-        torch.distributed.distributed_c10d, "_get_default_store", lambda: store
-    )
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(rehearsal, "PATIENCE_S", 0.0)
     two_ranks = World(0, 2, 0, torch.device("cpu"))
     assert outcomes_of_ranks("out of memory", two_ranks) == {"out of memory", "no answer"}
@@ -276,7 +273,9 @@ def test_two_ranks_halve_together_and_end_where_one_alone_runs_out(tmp_path):
     assert result.pop("distance") < 1e-6, "of the gradients, from those before"
     assert result == {"attempts": [[256, 128, 64]] * 2, "moments": 0, "gradients": []}
     assert done.returncode != 0
-    reason = "the largest micro-batch does not fit on every rank (no answer, out of GPU memory after"
+    reason = (
+        "the largest micro-batch does not fit on every rank (no answer, out of GPU memory after"
+    )
     remedy = f"--micro-batch-tokens is now 128; the same command with --output-dir {tmp_path} goes"
     assert reason in done.stderr
     assert remedy in done.stderr
