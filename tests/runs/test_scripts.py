@@ -153,7 +153,8 @@ def test_help_may_be_read_in_part(command):
 def test_help_of_a_script_may_lose_its_reader(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
-    monkeypatch.setattr(sys, "stdout", open(writer, "w", buffering=1))
+    stdout = open(writer, "w", buffering=1)  # noqa: SIM115 (its close would raise)
+    monkeypatch.setattr(sys, "stdout", stdout)
     with pytest.raises(SystemExit) as stop:
         checked_args(grpo, monkeypatch, "--help-all")
     sys.stdout.flush()
