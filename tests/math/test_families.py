@@ -15,8 +15,6 @@ from common.vision import skeleton
 # one of each kind: windows and caps; sinks and experts; a scale of logits; a recurrence
 EVERY_TIME = ["gemma2", "gpt_oss", "granite", "falcon_h1"]
 TEMPERATURE = 0.8
-# transformers computes in float32 whatever it is given
-BOUNDS = {"mixtral": 1e-6}
 
 
 def ragged_episodes() -> list[Episode]:
@@ -87,14 +85,13 @@ def check_family(family: str, folder, gradient_checkpointing: bool) -> None:
     expected = own_values(policy, episodes)
     expected_gradients = gradients(policy, *expected)
     scale = max(gradient.abs().max() for gradient in expected_gradients)
-    bound = BOUNDS.get(family, 1e-12)
     for attention in ("sdpa", "rows"):
         name = attention_implementation(policy.model.config, attention, None)
         set_attention(policy, attention, name or "eager")
         found = our_values(policy, episodes)
         found_gradients = gradients(policy, *found)
-        assert largest_difference(found, expected) < bound, attention
-        assert largest_difference(found_gradients, expected_gradients) < bound * scale, attention
+        assert largest_difference(found, expected) < 1e-12, attention
+        assert largest_difference(found_gradients, expected_gradients) < 1e-12 * scale, attention
 
 
 @pytest.mark.parametrize("family", EVERY_TIME)
