@@ -79,7 +79,9 @@ FAMILIES: dict[
     "glm4_moe": HEADS | ROUTED,
     "gpt_neox": {},
     "gpt2": TIED | {"n_embd": 128, "n_layer": 2, "n_head": 4},
-    "gpt_oss": HEADS | WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": HEADS
+    | WINDOWS
+    | {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     "granitemoehybrid": MAMBA
     | {
