@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from common.distributed import World, make_mesh, wrap_model
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
-from common.engine.refusals import Setting, why_refused
+from common.engine.refusals import ON_TRANSFORMERS_BACKEND, Setting, why_refused
 from common.export import export_hugging_face
 from common.hub import load_tokenizer
 from common.models import Policy, engine_weights, full_parameters, load_model
@@ -82,6 +82,10 @@ def check_gaps(family: str, result: dict) -> None:
 def test_engines_run_and_follow_models_that_need_care(engine, repairs, tmp_path):
     for family, result in results_of(tmp_path, list(repairs), engine).items():
         check_gaps(family, result)
+
+
+def test_what_the_transformers_backend_may_run_is_in_the_table():
+    assert set(FAMILIES) > ON_TRANSFORMERS_BACKEND
 
 
 @pytest.mark.slow
