@@ -53,7 +53,9 @@ FAMILIES: dict[
 ] = {  # {family: options beside SIZES}; a name may end in -CASE
     "apertus": {},
     "arcee": HEADS,
+    "bitnet": {},
     "cohere2": TIED | HEADS | WINDOWS,
+    "cwm": HEADS | WINDOWS,
     "deepseek_v3": ROUTED
     | {
         "num_key_value_heads": 4,
@@ -65,10 +67,13 @@ FAMILIES: dict[
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
+    "dots1": HEADS | ROUTED,
     "ernie4_5": HEADS,
     "ernie4_5_moe": HEADS | {"num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "exaone4": HEADS | WINDOWS,
+    "exaone_moe": HEADS | WINDOWS | EXPERTS,
     "falcon_h1": HEADS | MAMBA | {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": TIED | HEADS,
     "gemma2": TIED | HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 32},
     "gemma2-untied": HEADS | {"sliding_window": 16, "query_pre_attn_scalar": 32},
@@ -77,10 +82,13 @@ FAMILIES: dict[
     "glm": HEADS,
     "glm4": HEADS,
     "glm4_moe": HEADS | ROUTED,
-    "gpt_neox": {},
     "gpt2": TIED | {"n_embd": 128, "n_layer": 2, "n_head": 4},
-    "gpt_oss": HEADS | WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neox": {},
+    "gpt_oss": HEADS
+    | WINDOWS
+    | {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoehybrid": MAMBA
     | {
         "layer_types": ["mamba", "attention"],
@@ -89,7 +97,10 @@ FAMILIES: dict[
         "shared_intermediate_size": 96,
         "position_embedding_type": "rope",
     },
+    "helium": HEADS,
     "hunyuan_v1_dense": HEADS,
+    "hunyuan_v1_moe": HEADS | {"num_experts": 4, "moe_topk": 2},
+    "jais2": HEADS,
     "lfm2": TIED
     | {
         "layer_types": ["conv", "full_attention"],
@@ -101,6 +112,8 @@ FAMILIES: dict[
     },
     "llama": HEADS,
     "llama-tied": HEADS | TIED,
+    "mellum": HEADS | EXPERTS,
+    "ministral": HEADS | WINDOWS,
     "ministral3": HEADS,
     "mistral": HEADS | {"sliding_window": 16},
     "mixtral": HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
@@ -113,11 +126,15 @@ FAMILIES: dict[
         "ssm_state_size": 16,
         "n_groups": 1,
     },
+    "olmo": {},
     "olmo2": {},
     "olmo3": WINDOWS,
     "olmo_hybrid": DELTA_NET | {"linear_num_value_heads": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "opt": {},
     "phi3": {"sliding_window": None},
+    "qwen2": {},
+    "qwen2_moe": EXPERTS,
     "qwen3": HEADS,
     "qwen3_5_moe_text": HEADS
     | DELTA_NET
@@ -129,6 +146,8 @@ FAMILIES: dict[
     "qwen3_next": HEADS | DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 32},
     "seed_oss": HEADS,
     "smollm3": {"sliding_window": None, "use_sliding_window": False, "no_rope_layers": [1, 0]},
+    "solar_open": HEADS | ROUTED,
+    "starcoder2": {},
 }
 
 

@@ -346,7 +346,7 @@ class VllmEngine(Engine):
 
 
 def has_head(model: nn.Module) -> bool:
-    """Whether vLLM's model has a head of its own, or one that is tied by a flag."""
+    """Whether vLLM's model has a module for its head; else its embeddings are the head."""
     return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
 
 

@@ -52,7 +52,7 @@ from common.engine.vllm import VllmEngine
 from common.flags import Rollout
 from common.hub import FOLDERS
 from common.look.curves import read_metrics
-from common.models import full_parameters, load_model
+from common.models import engine_weights, load_model
 from common.optimizer import GuardedAdamW
 from common.packing import MicroBatch, Packer, TokenIndex
 from common.script import run
@@ -254,7 +254,7 @@ def measure_sync(name: str, args: Args) -> dict[str, float]:
     result = {"copy GB/s": copy_bandwidth(device)}
 
     def sync_engine() -> None:
-        engine.sync_weights(full_parameters(policy, torch.bfloat16), 0)
+        engine.sync_weights(engine_weights(engine, policy), 0)
 
     sync = seconds(sync_engine, args.repeats, device)
     result |= {"sync s": sync, "sync GB/s": 2 * sum(engine.books.expected.values()) / 1e9 / sync}

@@ -49,10 +49,11 @@ OPTIONS = {  # of single kinds, beside the sizes
     "hunyuan_v1_moe": {"head_dim": 32},
     "jetmoe": {"num_key_value_heads": 1},
     "kimi_linear": {"num_experts": 8},
+    "llama4": {"text_config": SIZES},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 2, "head_dim": 64, "n_groups": 1},
-    "mimo_v2_flash": {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2},
+    "mimo_v2_flash": {"num_attention_heads": 8},
     "ministral": {"head_dim": 32},
     "qwen3_5": {"text_config": SIZES},
     "qwen3_5_moe": {

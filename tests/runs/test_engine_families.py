@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from common.distributed import World, make_mesh, wrap_model
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
-from common.engine.refusals import Setting, why_refused
+from common.engine.refusals import ON_TRANSFORMERS_BACKEND, Setting, why_refused
 from common.export import export_hugging_face
 from common.hub import load_tokenizer
 from common.models import Policy, engine_weights, full_parameters, load_model
@@ -45,7 +45,7 @@ HF_REPAIRS = {
 REFUSED = {
     "apertus": "log-probs differ from transformers' by 1e-3; --engine hf runs it",
     "cohere2": "sliding window is one token longer than transformers'; keep --max-prompt-tokens",
-    "deepseek_v3": "router chooses other experts than transformers'; --engine hf runs it",
+    "deepseek_v3": "log-probs differ from transformers' by 0.2; --engine hf runs it",
     "ernie4_5_moe": "leaves out the bias of its router; --engine hf runs it",
     "gemma2-untied": "ties its head to the embeddings, and config.json does not; --engine hf",
     "gpt_neox": "vLLM has no GPTNeoXForCausalLM of its own; --engine hf runs it",
@@ -58,10 +58,11 @@ REFUSED = {
 }
 
 
-def results_of(folder: Path, families: list[str], engine: str) -> dict[str, dict]:
-    """{family: what tests/workers/engine_families.py prints of it}."""
+def results_of(folder: Path, families: list[str], engine: str, ranks: int = 0) -> dict[str, dict]:
+    """{family: what tests/workers/engine_families.py prints of it}. ranks: that share an engine."""
     worker = ROOT / "tests" / "workers" / "engine_families.py"
-    done = run_script(worker, folder, *families, "--engine", engine, timeout=1200)
+    options = ["--engine", engine, "--ranks", max(ranks, 1)]
+    done = run_script(worker, folder, *families, *options, ranks=ranks, timeout=1200)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     results = {result.pop("family"): result for result in map(json.loads, lines)}
     assert list(results) == families
@@ -83,6 +84,10 @@ def test_engines_run_and_follow_models_that_need_care(engine, repairs, tmp_path)
         check_gaps(family, result)
 
 
+def test_what_the_transformers_backend_may_run_is_in_the_table():
+    assert set(FAMILIES) > ON_TRANSFORMERS_BACKEND
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
 def test_every_family_is_exact_in_an_engine_or_refused_by_name(engine, tmp_path):
@@ -94,6 +99,12 @@ def test_every_family_is_exact_in_an_engine_or_refused_by_name(engine, tmp_path)
             assert refused[family] in result["refused"], family
         else:
             check_gaps(family, result)
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_ranks_takes_experts_and_sinks(tmp_path):
+    for family, result in results_of(tmp_path, ["gpt_oss"], "vllm", ranks=2).items():
+        check_gaps(family, result)
 
 
 # --- what is sent ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from family_models import write_family
 from helpers import generate
 from torch import nn
 
-from common.distributed import World, init_world
+from common.distributed import World, barrier, init_world
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import Engine, EngineConfig
 from common.engine.vllm import VllmEngine
@@ -66,8 +66,12 @@ def move(model: nn.Module) -> None:
         tensor.add_(0.1 * spread * torch.randn(tensor.shape, generator=generator))
 
 
-def gaps_of(folder: Path, family: str, engine_name: str, world: World) -> dict[str, object]:
-    write_family(folder, family)
+def gaps_of(
+    folder: Path, family: str, engine_name: str, ranks: int, world: World
+) -> dict[str, object]:
+    if world.is_main:
+        write_family(folder, family)
+    barrier()
     config = skeleton(str(folder)).config
     model = auto_class(config).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -77,6 +81,7 @@ def gaps_of(folder: Path, family: str, engine_name: str, world: World) -> dict[s
     initializer = decoder.__init__
     engine_class = VllmEngine if engine_name == "vllm" else HuggingFaceEngine
     options = {"end_ids": END_IDS, "max_model_len": 512, "sleep_level": 0, "memory_gib": 0.25}
+    options["ranks"] = ranks
     engine = engine_class(EngineConfig(str(folder), torch.float32, world, **options))
     engine.books.step = 0
     result: dict[str, object] = {"decoder unchanged": decoder.__init__ is initializer}
@@ -103,7 +108,7 @@ def main(args: argparse.Namespace) -> None:
         start = time.process_time()
         folder = args.folder / family
         try:
-            result = gaps_of(folder, family, args.engine, world)
+            result = gaps_of(folder, family, args.engine, args.ranks, world)
         except SystemExit as refusal:
             result = {"refused": str(refusal).replace(str(folder), "FOLDER")}
         if args.engine == "vllm":  # groups of a mixture are made with the first model alone
@@ -119,4 +124,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("families", nargs="+")
     parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm")
+    parser.add_argument("--ranks", type=int, default=1, help="that share an engine, by torchrun")
     run(main, parser.parse_args())
