@@ -46,7 +46,8 @@ class HuggingFaceEngine(Engine):
         self.max_model_len = config.max_model_len
         self.end_ids = list(config.end_ids)
         if self.vision:
-            self.model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
+            if self.vision.family.clamps_merger:
+                self.model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
             self.end_ids.extend(self.vision.forbidden_ids)  # see without_placeholder
         sequence_bytes = self.max_model_len * cache_bytes_of_token(text_config, self.dtype)
         num_fitting = int(config.memory_gib * 2**30 / sequence_bytes)

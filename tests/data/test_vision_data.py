@@ -134,7 +134,7 @@ def test_tokens_in_the_ids_equal_features_for_any_size(vision):
         patches, grids = vision.patches([media], torch.device("cpu"))
         tokens = count(ids, vision.placeholders["image"])
         assert tokens == media.num_tokens == int(grids.prod()) // 4 == len(patches) // 4
-        assert tokens == count_tokens(("image", [file.getvalue()]), None, LIMITS), (
+        assert tokens == count_tokens(("image", [file.getvalue()]), None, vision), (
             "the header tells as much"
         )
         assert 1 <= tokens <= 48 or max(width, height) > 48 * min(width, height)
