@@ -66,6 +66,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
 from common.progress import Progress, say
+from common.rehearsal import Rehearsal
 from common.rollout.dumps import load_rollouts, replayed_micro_batch_tokens
 from common.rollout.opening import (
     check_rollout,
@@ -492,6 +493,12 @@ def main(args: Args, demo: bool = False) -> None:
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
+    # do the largest micro-batches fit?
+    rehearsal = Rehearsal(job, packer, args.rollout, [optimizer])
+    while rehearsal.is_due:
+        with rehearsal.attempt() as minibatch:
+            tokens = Tokens.of(packer.episodes, packer.index, device)
+            backward(policy, minibatch, tokens, args, world, store_old_logprobs=True)
     handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
     updates = args.minibatches * args.epochs_per_step
     print_plan(args.rollout, len(train_data), num_prompts, total_steps, updates)

@@ -63,6 +63,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
 from common.progress import Progress, say
+from common.rehearsal import Rehearsal
 from common.rewards import is_correct
 from common.rollout.dumps import load_rollouts, replayed_micro_batch_tokens
 from common.rollout.opening import (
@@ -111,7 +112,7 @@ class Args:
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     overlong_buffer: Limit = 0
     mask_truncated: bool = False  # do not train on truncated responses
-    # replace groups of equal scores, in at most this many rounds of sampling; 0: keep them
+    # replace groups of equal scores: sample up to this many times the prompts; 0: keep them
     dynamic_sampling: Limit = 0
     # draw this many times the prompts, train on the groups whose scores deviate most
     oversample: Amount = 1.0
@@ -485,62 +486,117 @@ def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
         episode.score += tool_bonus
 
 
-def widest_groups(episodes: list[Episode], count: int) -> list[Episode]:
-    """This rank's episodes of the `count` groups, among those of all ranks, whose scores deviate
-    most. Of groups that deviate equally the first prompts are taken; equal scores never are."""
-    ranking: list[tuple[float, int]] = []  # (-deviation, prompt): sorted, the widest comes first
+def score_deviations(episodes: list[Episode]) -> dict[int, float]:
+    """{prompt: standard deviation of its group's scores}, of the episodes of all ranks; 0 if they
+    are equal. A group of which no sample could be scored is left out. All ranks call it."""
+    deviations: dict[int, float] = {}
     for prompt, group in by_prompt(episodes).items():
-        if len(group) > 1:
-            scores = torch.tensor([episode.score for episode in group])
+        # the score is NaN where scoring has failed
+        scores = torch.tensor([e.score for e in group if math.isfinite(e.score)])
+        if len(scores) > 1:
             # unbiased; rounded, so that errors in the last digits do not rank groups
-            deviation = round(scores.double().std().item(), 9)
-            if deviation:
-                ranking.append((-deviation, prompt))
-    ranking_of_all = sorted(pair for pairs in gather_objects(ranking) for pair in pairs)
-    kept = {prompt for _, prompt in ranking_of_all[:count]}
-    return [episode for episode in episodes if episode.prompt_index in kept]
+            deviations[prompt] = round(scores.double().std().item(), 9)
+        elif len(scores) == 1:
+            deviations[prompt] = 0.0
+    deviations_of_all: dict[int, float] = {}
+    for deviations_of_rank in gather_objects(deviations):
+        deviations_of_all |= deviations_of_rank
+    return deviations_of_all
+
+
+def unequal_prompts(deviations: dict[int, float], count: int, widest_first: bool) -> set[int]:
+    """The first `count` prompts whose scores are unequal; with `widest_first` those whose scores
+    deviate most, and of equal deviations the first."""
+    unequal = sorted(prompt for prompt, deviation in deviations.items() if deviation > 0)
+    if widest_first:
+        unequal.sort(key=lambda prompt: -deviations[prompt])
+    return set(unequal[:count])
+
+
+class GroupYield:
+    """The share of prompts whose groups have unequal scores, over about the last `memory` prompts
+    that were sampled."""
+
+    def __init__(self, memory: int = 256):
+        self.memory = memory
+        self.counts = {"sampled": 0.0, "unequal": 0.0}  # prompts; old ones fade; in checkpoints
+
+    @property
+    def share(self) -> float:
+        """1 before anything is sampled, and never 0."""
+        return (self.counts["unequal"] + 1) / (self.counts["sampled"] + 1)
+
+    def add(self, sampled: int, unequal: int) -> None:
+        fading = max(0.0, 1 - sampled / self.memory)
+        self.counts["sampled"] = fading * self.counts["sampled"] + sampled
+        self.counts["unequal"] = fading * self.counts["unequal"] + unequal
+
+    def num_prompts(self, num_groups: int) -> int:
+        """Prompts to sample for `num_groups` groups of unequal scores, a standard deviation more
+        than on average: another round takes as long as its longest answer."""
+        margin = math.sqrt(num_groups * (1 - self.share))
+        return math.ceil((num_groups + margin) / self.share)
 
 
 def collect_groups(
-    rollouts: Rollouts, args: Args, step: int, watch: Stopwatch
+    rollouts: Rollouts, args: Args, group_yield: GroupYield, step: int, watch: Stopwatch
 ) -> tuple[list[Episode], list[Episode]]:
     """The episodes of a step: all that were sampled, and those to train on.
 
-    With --dynamic-sampling groups of equal scores are replaced, round by round, by those of further
-    prompts. If groups are still missing after the last round, the step trains on those it has, or
-    on none: the policy may have solved the task.
+    With --dynamic-sampling groups of equal scores are replaced by those of further prompts: a
+    round samples as many prompts as will be enough by `group_yield`, and where they are not, there
+    is another one. What is trained on are the first prompts with unequal scores. If groups are
+    still missing after the last round, the step trains on those it has, or on none: the policy may
+    have solved the task.
     """
-    is_selective = args.dynamic_sampling > 0 or args.oversample > 1
     num_groups = args.rollout.prompts_per_step  # to train on, over all ranks
+    max_rounds = max(args.dynamic_sampling, 1)
+    max_prompts = max_rounds * oversampled(num_groups, args.oversample)
     num_missing = num_groups
     num_drawn = 0
     sampled: list[Episode] = []
-    for _ in range(max(args.dynamic_sampling, 1)):
+    deviations: dict[int, float] = {}
+    chosen: set[int] = set()  # prompts to train on
+    for _ in range(max_rounds):
         num_prompts = oversampled(num_missing, args.oversample)
+        if args.dynamic_sampling:
+            num_prompts = max(num_prompts, group_yield.num_prompts(num_missing))
+        num_prompts = min(num_prompts, max_prompts - num_drawn)
         new = collect(rollouts, num_prompts, step, watch, first=num_drawn)
         for episode in new:  # an environment's rewards for single turns
             episode.score += math.fsum(reward for _, reward in episode.turn_rewards)
         if args.tool_bonus:
             add_tool_bonus(new, args.tool_bonus)
         sampled += new
-        # the score is NaN where scoring has failed
-        episodes = [episode for episode in sampled if math.isfinite(episode.score)]
-        if is_selective:
-            episodes = widest_groups(episodes, num_groups)
         num_drawn += num_prompts
-        num_missing = num_groups - len(prompts_of_all_ranks(episodes))
-        if not num_missing:
+        if not is_selective(args):
             break
-    if num_missing and is_selective:
+        with watch("wait"):
+            new_deviations = score_deviations(new)
+        num_unequal = sum(deviation > 0 for deviation in new_deviations.values())
+        group_yield.add(len(new_deviations), num_unequal)
+        deviations |= new_deviations
+        chosen = unequal_prompts(deviations, num_groups, widest_first=args.oversample > 1)
+        num_missing = num_groups - len(chosen)
+        if not num_missing or num_drawn == max_prompts:
+            break
+    if num_missing and is_selective(args):
         say(
             f"step {step + 1} trains on {num_groups - num_missing} groups, not on {num_groups}: "
             f"no more of the {num_drawn} drawn have unequal scores"
         )
-    return sampled, episodes
+    trained = [episode for episode in sampled if math.isfinite(episode.score)]
+    if is_selective(args):
+        trained = [episode for episode in trained if episode.prompt_index in chosen]
+    return sampled, trained
 
 
 def oversampled(num_prompts: int, oversample: float) -> int:
     return math.ceil(round(num_prompts * oversample, 6))
+
+
+def is_selective(args: Args) -> bool:
+    return args.dynamic_sampling > 0 or args.oversample > 1
 
 
 def has_kl(args: Args) -> bool:
@@ -663,6 +719,7 @@ def main(args: Args, demo: bool = False) -> None:
     reference = job.load_reference(policy) if needs_reference else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
+    group_yield = GroupYield()
     checkpoints = Checkpoints(
         job.output_dir,
         world,
@@ -672,6 +729,7 @@ def main(args: Args, demo: bool = False) -> None:
         keep=args.run.keep_checkpoints,
         identity=job.identity | {"end_token": job.tokenizer.eos_token},
         micro_batch_tokens=job.micro_batch_tokens,
+        counts=group_yield.counts,
     )
     start = checkpoints.resume(job.checkpoint, weights_only=args.rollout.eval_only)
     logger = open_logger(job, args, total_steps, checkpoints, record=training)
@@ -679,6 +737,12 @@ def main(args: Args, demo: bool = False) -> None:
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
+    # do the largest micro-batches fit?
+    rehearsal = Rehearsal(job, packer, args.rollout, [optimizer])
+    while rehearsal.is_due:
+        with rehearsal.attempt() as minibatch:
+            tokens = Tokens.of(packer.episodes, packer.index, device)
+            backward(policy, minibatch, tokens, args, world, store_old_logprobs=True)
     handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
     updates = args.minibatches * args.epochs_per_step
     print_plan(args.rollout, len(train_data), num_prompts, total_steps, updates)
@@ -695,7 +759,7 @@ def main(args: Args, demo: bool = False) -> None:
         else:
             with watch("sync"):
                 sync_engine(engine, policy, step)
-            sampled, episodes = collect_groups(rollouts, args, step, watch)
+            sampled, episodes = collect_groups(rollouts, args, group_yield, step, watch)
             engine.sleep()
         if args.mask_truncated:
             episodes = [e.untrained() if e.truncated else e for e in episodes]
@@ -765,6 +829,8 @@ def main(args: Args, demo: bool = False) -> None:
 
         # 5. log
         means.merge(rollout_means(sampled, watch.seconds, with_tools=turns is not None))
+        if is_selective(args):
+            means.add("rollout/unused", len(sampled) - len(episodes), count=len(sampled))
         if reference:
             kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k3")
             means.add("policy/kl_to_ref", kl.sum(), count=len(kl))

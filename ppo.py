@@ -68,6 +68,7 @@ from common.optimizer import lr_factor
 from common.packing import MicroBatch, Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
 from common.progress import Progress, say
+from common.rehearsal import Rehearsal
 from common.rewards.model import RewardModel, check_reward_model
 from common.rollout.dumps import load_rollouts, replayed_micro_batch_tokens
 from common.rollout.opening import (
@@ -713,6 +714,14 @@ def main(args: Args, demo: bool = False) -> None:
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
+    # do the largest micro-batches fit?
+    rehearsal = Rehearsal(job, packer, args.rollout, [optimizer, critic_optimizer])
+    while rehearsal.is_due:
+        with rehearsal.attempt() as minibatch:
+            tokens = Tokens.of(packer.episodes, packer.index, device)
+            critic_backward(critic, minibatch, tokens, args, world)
+            critic_optimizer.optimizer.zero_grad()  # as after its step
+            backward(policy, minibatch, tokens, args, world, store_old_logprobs=True)
     handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
     updates = args.minibatches * args.epochs_per_step
     print_plan(args.rollout, len(train_data), num_prompts, total_steps, updates)

@@ -39,7 +39,7 @@ from common.data.render import end_turns_properly
 from common.distributed import World, forward_context
 from common.export import export_hugging_face
 from common.files import user_errors
-from common.flags import Amount, Count, Data, Machine, Run, Share, check_pixels, parse
+from common.flags import Amount, Count, Data, Machine, Rollout, Run, Share, check_pixels, parse
 from common.job import Job
 from common.logger import open_logger
 from common.manifest import WrittenFiles
@@ -49,6 +49,7 @@ from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex
 from common.processes import in_threads
 from common.progress import Progress, say
+from common.rehearsal import Rehearsal
 from common.script import handle_signals, requested_exit_code, run
 from common.steps import Stopwatch, due, profiled, seed_step
 from common.types import Episode
@@ -279,6 +280,20 @@ def main(args: Args, demo: bool = False) -> None:
     )
     start = checkpoints.resume(job.checkpoint)
     logger = open_logger(job, args, total_steps, checkpoints)
+    # do the largest micro-batches fit?
+    # at worst pictures stand before the last token, or, in text, one token before those trained on
+    num_untrained = max_tokens - 1 if job.vision else 1
+    conversations = Rollout(
+        prompts_per_step=args.batch_size,
+        samples_per_prompt=1,
+        max_prompt_tokens=num_untrained,
+        max_response_tokens=max_tokens - num_untrained,
+        max_images=max_tokens,
+    )
+    rehearsal = Rehearsal(job, packer, conversations, [optimizer])
+    while rehearsal.is_due:
+        with rehearsal.attempt() as minibatch:
+            backward(policy, minibatch, world)
     handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
     say(job.summary)
     millions = sum(p.numel() for p in policy.parameters()) / 1e6

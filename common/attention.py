@@ -210,10 +210,11 @@ def shared_prompt_flex_attention(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    units: list[list[int]] | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """`shared_prompt_attention` in flex attention's kernels; `masks` has one for each window of the
-    model (`block_masks`)."""
+    model (`block_masks`). units: for recurrent layers, if the model has some."""
     from transformers.integrations.flex_attention import flex_attention_forward
 
     check_options(module, options)

@@ -64,11 +64,13 @@ class Checkpoints:
         keep: int,
         identity: dict[str, Any],
         micro_batch_tokens: int,
+        counts: dict[str, float] | None = None,
         lowest_is_best: bool = False,
     ):
         """optimizers: by the name of their models. loader: its position is saved; None in an
         evaluation. save_every, keep: --save-every, --keep-checkpoints. identity: what the manifest
-        says of script and model.
+        says of script and model. counts: numbers that a script carries from step to step; `resume`
+        changes them in place.
         """
         self.run_dir = run_dir
         self.folder = run_dir / "checkpoints"
@@ -79,6 +81,7 @@ class Checkpoints:
         self.keep = keep
         self.identity = identity
         self.micro_batch_tokens = micro_batch_tokens
+        self.counts = {} if counts is None else counts
         self.best = math.inf if lowest_is_best else -math.inf
         self.best_step = ""
         self.is_better = operator.lt if lowest_is_best else operator.gt
@@ -118,6 +121,7 @@ class Checkpoints:
             if self.loader:
                 self.loader.load_state_dict(saved["loader"])
                 self.epochs_seen = int(self.loader.epoch)
+            self.counts.update(saved.get("counts", {}))
         reached.update({"step": self.start, "checkpoint": checkpoint})
         return self.start
 
@@ -161,6 +165,7 @@ class Checkpoints:
             "micro_batch_tokens": self.micro_batch_tokens,
             "best": best,
             "best_step": best_step,
+            "counts": self.counts,
             "loss_scale": {
                 name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()
             },

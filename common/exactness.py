@@ -7,6 +7,7 @@ from common.distributed import forward_context
 from common.flags import Machine
 from common.packing import TokenIndex, layout_of, pack
 from common.progress import say
+from common.recurrent import is_recurrent
 from common.rotary import length_limits
 from common.torch_repair import Later
 from common.types import Episode
@@ -55,6 +56,8 @@ def why_not_packed(model: nn.Module) -> str | None:
     layer_types = set(getattr(config, "layer_types", None) or [])
     other_types = sorted(layer_types - {"full_attention", "sliding_attention"})
     leak = "in which packed conversations would see each other"
+    if is_recurrent(config):
+        return None
     if other_types:
         return f"has {', '.join(other_types)} layers, {leak}"
     has_window = getattr(config, "sliding_window", None) is not None

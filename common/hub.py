@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from torch import nn
+from torch import Tensor, nn
 
 from common.files import user_errors
 from common.flags import EMBEDDED
@@ -213,8 +213,24 @@ def compare_weights(
 ) -> tuple[list[str], list[str], list[tuple]]:
     """(names that a folder's files lack, names that `model` has no place for, (name, shape in the
     files, shape in the model) of those that differ). SystemExit for unreadable files."""
+    _, report, _ = load_names(model, path, flag)
+    buffers = dict(model.named_buffers())
+    unknown: list[str] = []
+    for name in sorted(report["unexpected_keys"]):
+        # buffers are computed; older files also hold masks
+        if name not in buffers and not name.endswith(".masked_bias"):
+            unknown.append(name)
+    return sorted(report["missing_keys"]), unknown, sorted(report["mismatched_keys"])
+
+
+def load_names(model: nn.Module, path: str, flag: str) -> tuple[nn.Module, dict, dict[str, Tensor]]:
+    """Load a folder's files, but no values, into a model like `model`.
+
+    Returns it, transformers' report, and the {name: tensor} of the files, on the meta device.
+    SystemExit for unreadable files.
+    """
     files = require_weights(path, flag)
-    tensors: dict = {}  # on the meta device: names and shapes
+    tensors: dict[str, Tensor] = {}
     logging = transformers.utils.logging
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # else it prints a table of what we refuse in one line
@@ -223,10 +239,10 @@ def compare_weights(
             tensors.update(
                 transformers.modeling_utils.load_state_dict(str(file), map_location="meta")
             )
-        _, report = type(model).from_pretrained(
+        loaded, report = type(model).from_pretrained(
             None,
             config=model.config,
-            state_dict=tensors,
+            state_dict=dict(tensors),
             device_map={"": "meta"},
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -237,13 +253,7 @@ def compare_weights(
         raise SystemExit(printable(f"{prefix}: {reason:.300}")) from error
     finally:
         logging.set_verbosity(verbosity)
-    buffers = dict(model.named_buffers())
-    unknown: list[str] = []
-    for name in sorted(report["unexpected_keys"]):
-        # buffers are computed; older files also hold masks
-        if name not in buffers and not name.endswith(".masked_bias"):
-            unknown.append(name)
-    return sorted(report["missing_keys"]), unknown, sorted(report["mismatched_keys"])
+    return loaded, report, tensors
 
 
 def in_backbone(model: nn.Module, name: str) -> bool:

@@ -54,7 +54,7 @@ from common.manifest import (
     refuse_links,
     weights_identity,
 )
-from common.memory.plan import memory_plan
+from common.memory.plan import MemoryPlan, memory_plan
 from common.models import load_model
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
@@ -124,6 +124,7 @@ class Job:
         if self.micro_batch_tokens is None and self.checkpoint:
             self.micro_batch_tokens = read_micro_batch_tokens(self.checkpoint)
         self.engine_memory = 0.0  # GiB of the engine's KV cache
+        self.memory_plan: MemoryPlan | None = None
 
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
         message = f"--model {self.path}: its files cannot be read (are all there, and whole?)"
@@ -154,7 +155,8 @@ class Job:
         replayed_tokens: int | None = None,
         most_tokens: int = MAX_MICRO_BATCH_TOKENS,
     ) -> None:
-        """Print what a step will need; settle `micro_batch_tokens` and `engine_memory`.
+        """Print what a step will need; settle `micro_batch_tokens`, `engine_memory` and
+        `memory_plan`.
 
         trained, frozen, reward_model: folders of the models that share the memory, the policy
         first. replayed_tokens: micro-batch tokens of the update that --replay repeats. most_tokens:
@@ -180,6 +182,7 @@ class Job:
         say(plan.text)
         if plan.refusal:
             raise SystemExit(plan.refusal)
+        self.memory_plan = plan
         self.micro_batch_tokens = plan.micro_batch_tokens
         self.engine_memory = plan.engine_memory
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from common.attention import block_masks, register_attention
 from common.distributed import gathered, repeated_blocks, reshard
-from common.engine.protocol import Engine
+from common.engine.protocol import Engine, Weights
 from common.exactness import checked_skeleton
 from common.files import user_errors
 from common.flags import Machine
@@ -16,9 +16,11 @@ from common.logprobs import LogitTransform, is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
 from common.packing import MicroBatch
 from common.pictures import blank
+from common.recurrent import is_recurrent, recurrent_inputs, share_prompts
 from common.rotary import num_positions, set_text_lengths
 from common.torch_repair import transformers
-from common.vision import Vision, attend_in_windows, auto_class, clamp_inputs
+from common.vision import Vision, attend_in_windows, auto_class, clamp_inputs, is_composite
+from common.weights import as_saved, saved_buffers
 
 # attributes of a config by which the logits are multiplied, divided or capped
 LOGIT_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -56,6 +58,8 @@ def hidden_states(
         inputs["masks"] = block_masks(batch.units, (None, window), device)
     elif attention == "sdpa":
         inputs["units"] = batch.units
+    if attention != "rows" and is_recurrent(model.config):
+        inputs |= recurrent_inputs(batch.units)
     hidden = model(**inputs).last_hidden_state  # [B, L, H]
     return hidden.flatten(0, 1)[batch.hidden_index]
 
@@ -158,6 +162,12 @@ def load_model(
     if is_critic and max_model_len is not None:  # the engine checks the policy's
         check_critic_positions(empty_model, path, max_model_len)
     register_attention()
+    if attention != "rows" and is_recurrent(empty_model.config):
+        if compile_layers:
+            raise SystemExit(
+                f"--compile: the recurrent layers of {flag} {path} compile every pack anew"
+            )
+        share_prompts(empty_model)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     disable_dropout(config)
     # filled by `assemble`: the layers are found by class name, and FSDP2 renames the classes
@@ -174,7 +184,7 @@ def load_model(
             if attention != "flash":
                 for block in model.base_model.visual.blocks:
                     attend_in_windows(block.attn)
-        elif language_model is not model:  # the towers of a model that is given texts alone
+        elif is_composite(model.config):  # text trains the language model alone
             for name, part in model.base_model.named_children():
                 part.requires_grad_(name == "language_model")
         language_layers.extend(repeated_blocks(language_model))
@@ -280,12 +290,13 @@ def read_weights(path: str, flag: str, config, assemble: Callable, options: dict
 def full_parameters(
     policy: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the Hugging Face checkpoint, whole tensor) of each parameter, in a fixed order.
+    """(name in the model, whole tensor) of what a checkpoint has of it, in a fixed order.
 
     A parameter is cast to `dtype` and gathered only when the iterator reaches it. Adapters are
-    merged, in the dtype of the frozen weight. All ranks must exhaust the iterator together. A tied
-    head is yielded under both names: an engine that keeps a repacked copy of the head would
-    otherwise keep the old one.
+    merged, in the dtype of the frozen weight. Buffers keep their dtype: the router's bias decides
+    between experts in float32. All ranks must exhaust the iterator together. A tied head is yielded
+    under both names: an engine that keeps a repacked copy of the head would otherwise keep the old
+    one.
     """
     reshard(policy)
     model = policy.model
@@ -308,11 +319,20 @@ def full_parameters(
             yield name, tensor
             if parameter is head and "lm_head" not in name:
                 yield "lm_head.weight", tensor
+        yield from saved_buffers(model)
+
+
+def engine_weights(engine: Engine, policy: nn.Module) -> Weights:
+    """The policy's weights, with the names and in the dtype that the engine takes."""
+    weights = full_parameters(policy, engine.dtype)
+    if engine.weight_names == "checkpoint":
+        return as_saved(policy.model, weights)
+    return weights
 
 
 def sync_engine(engine: Engine, policy: nn.Module, step: int) -> None:
     """Wake the engine, and give it the policy's weights, those of `step`. All ranks call it
     together."""
     engine.wake("weights")
-    engine.sync_weights(full_parameters(policy, engine.dtype), step)
+    engine.sync_weights(engine_weights(engine, policy), step)
     engine.wake("kv_cache")

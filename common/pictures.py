@@ -204,8 +204,10 @@ class Media:
         return digest.hexdigest()
 
 
-def blank(cell: int) -> Media:
-    """The smallest picture: a rank without pictures runs the vision tower on it, as others do."""
+def blank(cell: int, rows: int = 1, columns: int = 1) -> Media:
+    """A picture of rows x columns tokens, by default the smallest: a rank without pictures runs the
+    vision tower on it, as others do."""
     import numpy as np
 
-    return Media("image", [], np.zeros((1, cell, cell, 3), dtype=np.uint8), cell=cell)
+    pixels = np.zeros((1, rows * cell, columns * cell, 3), dtype=np.uint8)
+    return Media("image", [], pixels, cell=cell)

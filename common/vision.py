@@ -32,6 +32,22 @@ FAMILIES = {
 UNREAD_PICTURES = (
     f"has pictures, and the model reads text alone (those that see are {', '.join(FAMILIES)})"
 )
+# attributes of a config: ids of tokens that stand for pictures or sounds, or that announce some
+PLACEHOLDERS = [
+    "audio_token_id",
+    "boa_token_id",
+    "boi_token_id",
+    "boi_token_index",
+    "eoa_token_id",
+    "eoa_token_index",
+    "eoi_token_id",
+    "eoi_token_index",
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "vision_end_token_id",
+    "vision_start_token_id",
+]
 
 
 class Vision:
@@ -51,7 +67,7 @@ class Vision:
         self.start_id = config.vision_start_token_id
         self.end_id = config.vision_end_token_id
         # what no policy may sample: the pictures that these announce do not exist
-        self.forbidden_ids = {*self.placeholders.values(), self.start_id, self.end_id}
+        self.forbidden_ids = placeholder_ids(config)
         self.processor = transformers.AutoProcessor.from_pretrained(
             path, trust_remote_code=trust_remote_code
         )
@@ -239,9 +255,22 @@ def windows_by_length(cu_seqlens: Tensor) -> list[Tensor]:
     return windows
 
 
+def is_composite(config) -> bool:
+    """Whether a configuration is of a language model with parts that see or hear."""
+    return config.get_text_config() is not config
+
+
+def placeholder_ids(config) -> set[int]:
+    """Tokens of a composite that stand for pictures or sounds; empty for a model of text."""
+    if not is_composite(config):
+        return set()
+    ids = {getattr(config, name, None) for name in PLACEHOLDERS}
+    return {i for i in ids if isinstance(i, int)}
+
+
 def auto_class(config) -> type:
     """The transformers class that loads a policy of this configuration."""
-    if config.model_type in FAMILIES:
+    if is_composite(config) and getattr(config, "vision_config", None) is not None:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 

@@ -1,7 +1,5 @@
 """The accounts of a weight sync."""
 
-import torch
-
 from common.engine.protocol import Weights
 
 
@@ -17,9 +15,9 @@ class WeightBooks:
         self.expected = expected  # {name: number of elements} of all weights of the engine
         self.sent: set[str] = set()
 
-    def record(self, weights: Weights, dtype: torch.dtype) -> Weights:
-        """Pass the weights on in the engine's dtype, and count them. Until `close` the engine holds
-        no usable weights. RuntimeError for a weight that is not expected, or was sent before."""
+    def record(self, weights: Weights) -> Weights:
+        """Pass the weights on, and count them. Until `close` the engine holds no usable weights.
+        RuntimeError for a weight that is not expected, or was sent before."""
         self.step = None
         self.sent = set()
         for name, tensor in weights:
@@ -32,13 +30,14 @@ class WeightBooks:
             if problem:
                 raise RuntimeError(f"weight sync: {name} with {size} elements: {problem}")
             self.sent.add(name)
-            yield name, tensor.to(dtype)
+            yield name, tensor
 
     def close(self, step: int) -> None:
         """The engine now holds the weights of step `step`. RuntimeError if some were not sent."""
         missing = sorted(self.expected.keys() - self.sent)
         if missing:
-            raise RuntimeError(f"weight sync: missing {', '.join(missing)}")
+            others = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+            raise RuntimeError(f"weight sync: missing {', '.join(missing[:10])}{others}")
         self.step = step
 
     def check(self, step: int) -> None:

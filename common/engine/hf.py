@@ -14,7 +14,8 @@ from common.progress import Progress
 from common.rotary import check_lengths, num_positions
 from common.torch_repair import transformers
 from common.types import Completion, Request, Sampling
-from common.vision import auto_class, clamp_inputs
+from common.vision import auto_class, clamp_inputs, placeholder_ids
+from common.weights import saved_buffers
 
 MAX_SEQUENCES = 256  # of a batch
 
@@ -35,28 +36,30 @@ class HuggingFaceEngine(Engine):
                 f"together, and the model has {positions:.0f} positions (config.json)"
             )
         check_lengths(text_config, "hf", config.max_model_len)
+        options: dict[str, object] = {"dtype": config.dtype}
+        if getattr(text_config, "attn_logit_softcapping", None):
+            options["attn_implementation"] = "eager"  # transformers' SDPA drops the cap in silence
         model = auto_class(model_config).from_pretrained(
-            config.path, dtype=config.dtype, trust_remote_code=config.trust_remote_code
+            config.path, trust_remote_code=config.trust_remote_code, **options
         )
         self.model = model.eval().to(config.world.device)
         self.device = config.world.device
         self.dtype = config.dtype
+        self.weight_names = "modules"
         self.vision = config.vision
         self.sleep_level = config.sleep_level
         self.max_model_len = config.max_model_len
-        self.end_ids = list(config.end_ids)
-        if self.vision:
-            if self.vision.family.clamps_merger:
-                self.model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
-            self.end_ids.extend(self.vision.forbidden_ids)  # see without_placeholder
+        self.placeholders = placeholder_ids(model_config)
+        self.end_ids = [*config.end_ids, *self.placeholders]  # see without_placeholder
+        if self.vision and self.vision.family.clamps_merger:
+            self.model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
         sequence_bytes = self.max_model_len * cache_bytes_of_token(text_config, self.dtype)
         num_fitting = int(config.memory_gib * 2**30 / sequence_bytes)
         self.max_sequences = max(1, min(MAX_SEQUENCES, num_fitting))
         self.requests: list[Request] = []
-        self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self.books = WeightBooks(
-            {name: parameter.numel() for name, parameter in self.parameters.items()}
-        )
+        self.weights = dict(self.model.named_parameters(remove_duplicate=False))
+        self.weights.update(saved_buffers(self.model))
+        self.books = WeightBooks({name: tensor.numel() for name, tensor in self.weights.items()})
 
     @memory_advice("the weight sync")
     def wake(self, part: str) -> None:
@@ -70,8 +73,8 @@ class HuggingFaceEngine(Engine):
     @memory_advice("the weight sync")
     @torch.no_grad()
     def sync_weights(self, weights: Weights, step: int) -> None:
-        for name, tensor in self.books.record(weights, self.dtype):
-            self.parameters[name].copy_(tensor)
+        for name, tensor in self.books.record(weights):
+            self.weights[name].copy_(tensor)
         self.books.close(step)
 
     def submit(self, request: Request) -> None:
@@ -95,7 +98,7 @@ class HuggingFaceEngine(Engine):
         for start in Progress("sampling", range(0, len(requests), self.max_sequences)):
             batch = requests[start : start + self.max_sequences]
             for request, completion in zip(batch, self._generate_batch(batch)):
-                completion = without_placeholder(completion, self.vision)
+                completion = without_placeholder(completion, self.placeholders)
                 completions.setdefault(request.key, []).append(completion)
         return list(completions.items())
 
@@ -161,7 +164,8 @@ class HuggingFaceEngine(Engine):
             if not kept_rows:
                 break
             if len(kept_rows) < len(running):
-                cache.batch_select_indices(torch.tensor(kept_rows, device=self.device))
+                # recurrent layers have no batch_select_indices
+                cache.reorder_cache(torch.tensor(kept_rows, device=self.device))
                 running = [running[row] for row in kept_rows]
             ids = tokens[kept_rows, None]
             mask = torch.cat([mask[kept_rows], mask.new_ones(len(kept_rows), 1)], -1)

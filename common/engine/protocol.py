@@ -1,8 +1,8 @@
 """What an engine is: how it is started, and what it does."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from common.distributed import World
 from common.types import Completion, Request
 from common.vision import Vision
 
-Weights = Iterable[tuple[str, Tensor]]  # (name in the checkpoint, whole tensor)
+Weights = Iterable[tuple[str, Tensor]]  # (name, whole tensor)
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Engine(Protocol):
     """
 
     dtype: torch.dtype  # of its weights
+    # whose names and parts the weights of a sync have: the checkpoint's (experts apart), or those
+    # of transformers' modules
+    weight_names: Literal["checkpoint", "modules"]
 
     def wake(self, part: str) -> None:
         """Get device memory back. part: "weights" before a sync, "kv_cache" before sampling."""
@@ -49,8 +52,9 @@ class Engine(Protocol):
         """Free device memory, as far as --sleep-level allows, until the next `wake`."""
 
     def sync_weights(self, weights: Weights, step: int) -> None:
-        """Replace all weights by those of step `step`. `weights` is lazy, and is consumed once.
-        RuntimeError if a weight is missing, unknown, sent twice or of another size."""
+        """Replace all weights by those of step `step`. `weights` is lazy, and is consumed once;
+        parameters are in `dtype`, buffers in their own. RuntimeError if a weight is missing,
+        unknown, sent twice or of another size."""
 
     def submit(self, request: Request) -> None:
         """Queue a request for `request.sampling.n` completions. RuntimeError if the engine does not
@@ -65,10 +69,10 @@ class Engine(Protocol):
         completed; each completion has the log-probs of its tokens after temperature and top-p."""
 
 
-def without_placeholder(completion: Completion, vision: Vision | None) -> Completion:
+def without_placeholder(completion: Completion, placeholders: Collection[int]) -> Completion:
     """A completion that ends before a sampled placeholder of a picture, for which there is no
     picture."""
     token_ids = completion.token_ids
-    if vision and token_ids and token_ids[-1] in vision.forbidden_ids:
+    if token_ids and token_ids[-1] in placeholders:
         return Completion(token_ids[:-1], completion.logprobs[:-1], "vision_token")
     return completion

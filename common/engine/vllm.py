@@ -4,8 +4,8 @@ vLLM.
 The calls of one training step: wake("weights") -> sync_weights -> wake("kv_cache") -> submit, step
 ... -> sleep.
 
-Beside the trial of doctor.py no other file of common/ uses attributes of vLLM. Tested with vLLM
-0.32.0 and 0.26.0 (which drops the times of videos).
+Beside vllm_repairs.py and the trial of doctor.py no other file of common/ uses attributes of vLLM.
+Tested with vLLM 0.32.0 and 0.26.0 (which drops the times of videos).
 """
 
 import logging
@@ -16,22 +16,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from PIL import Image
 from pydantic import ValidationError
 from safetensors import SafetensorError
+from torch import nn
 
 from common.engine.books import WeightBooks
 from common.engine.protocol import Engine, EngineConfig, Weights, without_placeholder
+from common.engine.refusals import ON_TRANSFORMERS_BACKEND, OTHER_ENGINE, Setting, why_refused
+from common.engine.vllm_repairs import GptOssWeights, leave_transformers_alone, repair_cpu
 from common.files import memory_advice
 from common.hub import require_weights
 from common.pictures import Media
 from common.printing import printable
 from common.rotary import check_lengths
 from common.types import Completion, Request
-from common.vision import skeleton
+from common.vision import is_composite, placeholder_ids, skeleton
+from common.weights import saved_sizes
 
 # errors of vLLM that lengths or memory may have caused
 LIMITS = re.compile("max_model_len|max_num_batched_tokens|max.seq.len|memory", re.IGNORECASE)
@@ -64,36 +67,45 @@ def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
-def register_model(
-    path: str, trust_remote_code: bool, ranks: int, max_model_len: int
-) -> dict[str, int]:
-    """Register a model's class with vLLM. Returns {name: number of elements} of all weights that a
-    sync must send. SystemExit for a model that cannot be synced exactly.
+def register_model(model: nn.Module, path: str) -> None:
+    """Register a model's class with vLLM, or the transformers backend. SystemExit if neither runs
+    it exactly.
 
     vLLM itself registers classes lazily, and would inspect this one in a subprocess, which lacks
     our repair of torchvision.
     """
     from vllm.model_executor.models import ModelRegistry
 
-    model = skeleton(path, trust_remote_code)
     architecture = (model.config.architectures or [type(model).__name__])[0]
     registered = ModelRegistry.models.get(architecture)
     model_class = registered.load_model_cls() if registered else None
-    # vLLM's wrapper of transformers' models changes their classes in this process
     if model_class is None or ".transformers" in model_class.__module__:
-        raise SystemExit(
-            f"--model {path}: vLLM has no {architecture} of its own; --engine hf runs it"
-        )
-    if any(".experts." in name for name, _ in model.named_parameters()):
-        reason = "transformers fuses experts, vLLM names each one, and a sync would break them"
-        raise SystemExit(
-            f"--model {path}: {architecture} is a mixture of experts: {reason}; --engine hf runs it"
-        )
-    refuse_uneven(model.config, ranks)
-    check_lengths(model.config.get_text_config(), "vllm", max_model_len)
+        if model.config.model_type not in ON_TRANSFORMERS_BACKEND:
+            raise SystemExit(
+                f"--model {path}: vLLM has no {architecture} of its own; {OTHER_ENGINE}"
+            )
+        has_experts = any(".experts." in name for name, _ in model.named_parameters())
+        backend = "TransformersMoEForCausalLM" if has_experts else "TransformersForCausalLM"
+        model_class = ModelRegistry.models[backend].load_model_cls()
+        leave_transformers_alone()
     ModelRegistry.register_model(architecture, model_class)
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name: parameter.numel() for name, parameter in parameters}
+
+
+def check_model(model: nn.Module, config: EngineConfig, on_gpu: bool) -> None:
+    """SystemExit for a model, given by its skeleton, that vLLM does not run exactly."""
+    text_config = model.config.get_text_config()
+    setting = Setting(
+        config=model.config,
+        text=text_config,
+        dtype=config.dtype,
+        on_gpu=on_gpu,
+        max_model_len=config.max_model_len,
+    )
+    reason = why_refused(setting)
+    if reason is not None:
+        raise SystemExit(f"--model {config.path}: {model.config.model_type}: {reason}")
+    refuse_uneven(model.config, config.ranks)
+    check_lengths(text_config, "vllm", config.max_model_len)
 
 
 def refuse_uneven(config, ranks: int) -> None:
@@ -145,21 +157,15 @@ def start_errors(path: str) -> Iterator[None]:
         raise SystemExit(printable(f"{prefix}: {' '.join(reason.split()):.500}")) from error
 
 
-def prepare_cpu_platform() -> None:
-    """On CPUs vLLM assumes that it has the machine to itself: replace what follows from that."""
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.platforms import cpu
-
-    # gloo instead of vLLM's shared memory, which has one name for all runs of a machine and
-    # outlives them
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-    # vLLM would have child processes preload libraries that it finds. It has no children here, and
-    # each of ours would complain about both halves of a path with a space.
-    cpu.glob = SimpleNamespace(glob=lambda pattern: [])
+def has_states(model: nn.Module) -> bool:
+    """Whether a model has recurrent or convolutional layers."""
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return model._is_stateful or any("attention" not in kind for kind in layer_types)
 
 
-def engine_options(config: EngineConfig, on_gpu: bool) -> dict[str, object]:
-    """Arguments of vLLM that depend on the machine, on pictures, and on --engine-args."""
+def engine_options(config: EngineConfig, on_gpu: bool, model: nn.Module) -> dict[str, object]:
+    """Arguments of vLLM that depend on the machine, on pictures, on the model's kind (`model`, its
+    skeleton) and on --engine-args."""
     max_batched_tokens = max(config.max_model_len, 8192)
     options: dict[str, object] = {"enforce_eager": not on_gpu}
     if on_gpu:  # vLLM chooses the sizes of batches by the memory of the GPU
@@ -174,6 +180,10 @@ def engine_options(config: EngineConfig, on_gpu: bool) -> dict[str, object]:
         options["enable_chunked_prefill"] = False
         options["max_num_seqs"] = 256
         options["max_num_batched_tokens"] = max_batched_tokens
+        if has_states(model):  # vLLM caches states where it cuts prompts in chunks
+            options["enable_prefix_caching"] = False
+    if is_composite(model.config) and not config.vision:
+        options["language_model_only"] = True
     if config.vision:
         # pictures are resized already: see common/vision.py
         options["mm_processor_kwargs"] = {
@@ -197,12 +207,14 @@ class VllmEngine(Engine):
         from vllm import LLM
         from vllm.distributed import get_tp_group
 
-        prepare_cpu_platform()
-        sizes = register_model(
-            config.path, config.trust_remote_code, config.ranks, config.max_model_len
-        )
-        options = engine_options(config, on_gpu)
+        if not on_gpu:
+            repair_cpu()
+        model = skeleton(config.path, config.trust_remote_code)
+        check_model(model, config, on_gpu)
+        register_model(model, config.path)
+        options = engine_options(config, on_gpu, model)
         refuse_other_files(config.path)
+        self.books = WeightBooks(saved_sizes(model, config.path))
         with memory_advice("the rollout"), start_errors(config.path):
             self.llm = LLM(
                 config.path,
@@ -222,12 +234,13 @@ class VllmEngine(Engine):
         get_tp_group().mq_broadcaster = None
         _alive.append(self.llm)
         self.dtype = config.dtype
+        self.weight_names = "checkpoint"
         self.vision = config.vision
         self.sleep_level = config.sleep_level if on_gpu else 0
-        self.end_ids = list(config.end_ids)
-        if config.vision:
-            self.end_ids.extend(config.vision.forbidden_ids)  # see without_placeholder
-        self.books = WeightBooks(sizes)
+        self.placeholders = placeholder_ids(model.config)
+        self.end_ids = [*config.end_ids, *self.placeholders]  # see without_placeholder
+        self.model_type = model.config.model_type
+        (self.has_head,) = self.llm.apply_model(has_head)
         self.prompts: dict[int, list[int]] = {}  # of the requests that are not complete, by key
         self.asleep = False
 
@@ -261,8 +274,14 @@ class VllmEngine(Engine):
         `weights` is consumed in one call: a second reload_weights would wipe what the first has
         loaded.
         """
-        recorded = self.books.record(weights, self.dtype)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": recorded})
+        sent = self.books.record(weights)
+        if not self.has_head:  # vLLM's Gemma 2 takes no second name of its embeddings
+            sent = ((name, tensor) for name, tensor in sent if not name.endswith("lm_head.weight"))
+        if self.model_type == "gpt_oss":
+            sent = GptOssWeights(sent)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
+        if self.model_type == "gpt_oss":
+            self.llm.apply_model(sent.copy_sinks)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "weight sync: vLLM kept its prefix cache (are requests still running?)"
@@ -321,9 +340,14 @@ class VllmEngine(Engine):
                     logprobs=_sampled_logprobs(sample),
                     finish_reason=str(sample.finish_reason),
                 )
-                completions.append(without_placeholder(completion, self.vision))
+                completions.append(without_placeholder(completion, self.placeholders))
             finished.append((key, completions))
         return finished
+
+
+def has_head(model: nn.Module) -> bool:
+    """Whether vLLM's model has a head of its own, or one that is tied by a flag."""
+    return any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
 
 
 def _media_data(media: Media) -> object:

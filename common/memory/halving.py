@@ -59,6 +59,21 @@ def remembered_budget(run_dir: Path, budget: int) -> int:
     return budget
 
 
+def remember_budget(budget: int, run_dir: Path) -> None:
+    """Write the tokens of a micro-batch that fit into the run folder."""
+    with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
+        run_dir.mkdir(parents=True, exist_ok=True)
+        replace_file(run_dir / "micro_batch_tokens", lambda path: path.write_text(str(budget)))
+
+
+def same_command(budget: int, run_dir: Path) -> str:
+    """How a run goes on that ends because its micro-batches have become smaller."""
+    return (
+        f"--micro-batch-tokens is now {budget}; the same command with --output-dir {run_dir} goes "
+        "on (torchrun --max-restarts 9 repeats it)"
+    )
+
+
 def halve_budget(
     budget: int, model: nn.Module, world: World, run_dir: Path, error: Exception
 ) -> int:
@@ -77,15 +92,10 @@ def halve_budget(
             f"--gradient-checkpointing or {remedy}; then the same command goes on"
         )
     budget //= 2
-    with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
-        run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(run_dir / "micro_batch_tokens", lambda path: path.write_text(str(budget)))
+    remember_budget(budget, run_dir)
     can_repeat = world.size == 1 and not str(error).endswith(NO_KERNEL)
     if not can_repeat:
-        raise SystemExit(
-            f"out of {memory} in the trainer: --micro-batch-tokens is now {budget}; the same "
-            f"command with --output-dir {run_dir} goes on (torchrun --max-restarts 9 repeats it)"
-        )
+        raise SystemExit(f"out of {memory} in the trainer: {same_command(budget, run_dir)}")
     say(f"out of {memory}: --micro-batch-tokens is now {budget}, the step is repeated")
     abandon_backward(model)
     return budget

@@ -55,6 +55,8 @@ class MemoryPlan:
     text: str  # a line, and a warning if something may not fit
     micro_batch_tokens: int  # as given, or as many as fit
     engine_memory: float  # GiB of the KV cache
+    free_gb: float  # before the run has loaded anything
+    update_gb: float  # of which the update takes
     refusal: str = ""  # why the run cannot work
 
 
@@ -116,18 +118,18 @@ def memory_plan(
     limit = room if run.chooses_tokens else free_gb  # a user's own sizes may use all that is free
     too_large = [phase for phase in PHASES if gb[phase] > limit]
     if not too_large:
-        return MemoryPlan(text, tokens, cache_size_gib)
+        return MemoryPlan(text, tokens, cache_size_gib, free_gb, gb["update"])
 
     advice = run.advice(has_reference=gb["reference"] > 0, limit=limit, tokens=tokens)
     phase_names = " and the ".join(too_large)
     if on_gpu or not run.chooses_tokens:
         text += f"\nwarning: the {phase_names} may not fit; {advice}"
-        return MemoryPlan(text, tokens, cache_size_gib)
+        return MemoryPlan(text, tokens, cache_size_gib, free_gb, gb["update"])
     refusal = f"the {phase_names} would not fit into {ROOM:.0%} of what is free"
     if gb["update"] > limit:
         refusal += f", even with one episode of {longest(rollout)} tokens at a time"
     refusal += f"; {advice}; --micro-batch-tokens {tokens} tries it all the same"
-    return MemoryPlan(text, tokens, cache_size_gib, refusal)
+    return MemoryPlan(text, tokens, cache_size_gib, free_gb, gb["update"], refusal)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ length of its own, and attention counts.
 import heapq
 import math
 import tempfile
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
@@ -328,43 +329,80 @@ def task_phases(task: Task, shape: ModelShape, machine: Machine) -> dict[str, fl
     return phases_of(rollout, machine, task.gpus, torch.bfloat16, [shape], frozen, on_gpu=True)
 
 
+class TaskEngine:
+    """An engine that writes as many answers at once as fit at their mean length, first come, first
+    served."""
+
+    def __init__(self, task: Task, model: Model, lay: Layout, args: Args):
+        self.task = task
+        self.model = model
+        self.lay = lay
+        self.args = args
+        lengths = task.lengths()
+        self.prompt = task.prompt / task.samples  # read once for the samples of a group
+        # of an answer, for each token written
+        self.growth = 1 + task.calls * task.reply * len(lengths) / sum(lengths)
+        mean = self.growth * sum(lengths) / len(lengths)
+        self.places = int(lay.cache / ((self.prompt + mean) * model.kv_bytes))
+        self.waiting: deque[tuple[int, int]] = deque()  # (length, group)
+        self.running: list[tuple[int, int, int]] = []  # (end, start, group) in tokens of its clock
+        self.unfinished: Counter[int] = Counter()  # answers of each group
+        self.now = 0
+        self.seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, group: int, lengths: list[int]) -> None:
+        self.unfinished[group] = len(lengths)
+        self.waiting.extend((length, group) for length in lengths)
+
+    def token_seconds(self, running: int, written: float) -> float:
+        context = self.prompt + self.growth * written
+        decode = decode_seconds(self.model, self.lay, running, self.args, context)
+        return max(decode, PYTHON_SECONDS * running)
+
+    def advance(self, until: float = math.inf) -> list[int]:
+        """Write until this token of its clock, or until nothing is left; returns the groups that
+        were finished."""
+        finished = []
+        while self.busy and self.now < until:
+            while self.waiting and len(self.running) < self.places:
+                length, group = self.waiting.popleft()
+                heapq.heappush(self.running, (self.now + length, self.now, group))
+            steps = min(self.running[0][0], until) - self.now
+            starts = sum(self.now - start for _, start, _ in self.running)
+            written = starts / len(self.running) + steps / 2
+            self.seconds += steps * self.token_seconds(len(self.running), written)
+            self.now += steps
+            while self.running and self.running[0][0] == self.now:
+                _, _, group = heapq.heappop(self.running)
+                self.unfinished[group] -= 1
+                if not self.unfinished[group]:
+                    del self.unfinished[group]
+                    finished.append(group)
+        return finished
+
+
 def task_rollout_seconds(task: Task, model: Model, lay: Layout, args: Args) -> tuple[float, float]:
     """(seconds of the slowest engine, those that engines would take which are always full)
 
-    Prompts are dealt to the engines. Each runs as many answers at once as fit at their mean length,
-    first come, first served.
+    Prompts are dealt to the engines in turn.
     """
     lengths = task.lengths()
-    replies = task.calls * task.reply
-    growth = 1 + replies * len(lengths) / sum(lengths)  # of an answer, for each token written
-    prompt = task.prompt / task.samples  # read once for the samples of a group
-    mean = growth * sum(lengths) / len(lengths)
-    engines = task.gpus
-    places = int(min(lay.cache / ((prompt + mean) * model.kv_bytes), len(lengths) / engines))
-
-    def token_seconds(running: int, written: float) -> float:
-        decode = decode_seconds(model, lay, running, args, prompt + growth * written)
-        return max(decode, PYTHON_SECONDS * running)
-
-    slowest = 0.0
-    for engine in range(engines):
-        groups = range(engine, len(lengths) // task.samples, engines)
-        waiting = [lengths[g * task.samples + s] for g in groups for s in range(task.samples)]
-        running: list[tuple[int, int]] = []  # (end, start), in tokens of this engine's clock
-        now, seconds = 0, 0.0
-        while waiting or running:
-            while waiting and len(running) < places:
-                heapq.heappush(running, (now + waiting.pop(), now))
-            steps = running[0][0] - now
-            written = sum(now - start for _, start in running) / len(running) + steps / 2
-            seconds += steps * token_seconds(len(running), written)
-            now += steps
-            while running and running[0][0] == now:
-                heapq.heappop(running)
-        slowest = max(slowest, seconds)
+    engines = [TaskEngine(task, model, lay, args) for _ in range(task.gpus)]
+    for group in range(len(lengths) // task.samples):
+        answers = lengths[group * task.samples : (group + 1) * task.samples]
+        engines[group % task.gpus].add(group, answers)
+    for engine in engines:
+        engine.advance()
+    slowest = max(engine.seconds for engine in engines)
+    places = min(engines[0].places, len(lengths) // task.gpus)
     written = sum(length**2 for length in lengths) / sum(lengths) / 2  # at a random moment
-    full = sum(lengths) / engines / places * token_seconds(places, written)
-    prefilled = len(lengths) * (prompt + replies) / engines
+    token_seconds = engines[0].token_seconds(places, written)
+    full = sum(lengths) / task.gpus / places * token_seconds
+    prefilled = len(lengths) * (engines[0].prompt + task.calls * task.reply) / task.gpus
     prefill = 2 * model.size * prefilled / (args.mfu * FLOPS)
     return slowest + prefill + task.calls * TOOL_SECONDS, full + prefill
 
@@ -383,28 +421,38 @@ def task_update_seconds(task: Task, shape: ModelShape, args: Args) -> float:
     return passes * (weights + attention) * tokens / ((task.mfu or args.mfu) * FLOPS)
 
 
-def task_row(task: Task, args: Args) -> list[str]:
+def task_shape(task: Task) -> tuple[ModelShape, int]:
+    """The task's model, and how many tensors it has."""
     with tempfile.TemporaryDirectory() as folder:
         published_config(task.config).save_pretrained(folder)
-        shape = model_shape(folder, task.machine)
-        tensors = len(list(skeleton(folder).parameters()))
-    gb = task_phases(task, shape, task.machine)
-    context = gb["context"]
-    kept = replace(task.machine, gradient_checkpointing=False, micro_batch_tokens=task.trajectory)
-    all_kept = task_phases(task, shape, kept)["update"]
+        return model_shape(folder, task.machine), len(list(skeleton(folder).parameters()))
+
+
+def task_layout(
+    task: Task, shape: ModelShape, tensors: int, gb: dict[str, float]
+) -> tuple[Model, Layout]:
+    """gb: of `task_phases`."""
     lay = Layout(
         shard=task.gpus,
         engine=1,
         offload=False,
-        update=1e9 * (gb["update"] + context),
-        rollout=1e9 * (gb["rollout"] + context),
+        update=1e9 * (gb["update"] + gb["context"]),
+        rollout=1e9 * (gb["rollout"] + gb["context"]),
     )
-    model = Model(shape.parameters, shape.layers, tensors, 2 * 2 * shape.keys * shape.layers)
+    return Model(shape.parameters, shape.layers, tensors, 2 * 2 * shape.keys * shape.layers), lay
+
+
+def task_row(task: Task, args: Args) -> list[str]:
+    shape, tensors = task_shape(task)
+    gb = task_phases(task, shape, task.machine)
+    kept = replace(task.machine, gradient_checkpointing=False, micro_batch_tokens=task.trajectory)
+    all_kept = task_phases(task, shape, kept)["update"] + gb["context"]
+    model, lay = task_layout(task, shape, tensors, gb)
     sync = sync_seconds(model, lay, args)
     rollout, full = task_rollout_seconds(task, model, lay, args)
     update = task_update_seconds(task, shape, args)
     step = sync + rollout + update
-    gigabytes = [lay.update / 1e9, all_kept + context, lay.rollout / 1e9, lay.cache / 1e9]
+    gigabytes = [lay.update / 1e9, all_kept, lay.rollout / 1e9, lay.cache / 1e9]
     seconds = [rollout, max(0.0, rollout - full), update, step]
     return [
         task.name,

@@ -113,6 +113,16 @@ def test_dynamic_sampling_of_a_solved_task_ends_as_any_run_does(tmp_path):
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step_000001"
 
 
+def test_a_rehearsal_changes_no_bit(plain, thirds, tmp_path):
+    folder, _ = plain
+    worker = ROOT / "tests/workers/rehearsed.py"
+    done = run_script(worker, "grpo.py", *thirds, "--output-dir", tmp_path)
+    assert "rehearsal: micro-batches of 960 tokens, the largest of this run, fit (" in done.stdout
+    assert steps_of(tmp_path) == steps_of(folder)
+    weights = [(run / "model/model.safetensors").read_bytes() for run in (tmp_path, folder)]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_out_of_memory_repeats_the_step_with_the_same_gradient(plain, thirds, tmp_path, strategy):
     """Step 2 fails inside a backward; with fewer tokens a micro-batch it is what it would have

@@ -5,6 +5,7 @@ python -m pytest tests/gpu/test_update.py -q -s
 """
 
 import json
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -115,6 +116,18 @@ def test_out_of_memory_repeats_the_step_with_the_same_gradient(tmp_path, strateg
     short = steps_of(tmp_path / "short")[2]
     for metric in ("policy/loss", "policy/entropy", "optim/grad_norm"):
         assert short[metric] == pytest.approx(plain[metric], rel=1e-3, abs=1e-5), metric
+
+
+def test_the_rehearsal_proves_the_plan(tmp_path):
+    """Its line has what was free at the start as the sum of peak and rest."""
+    done = run_script("grpo.py", *DEMO, "--total-steps", 2, "--output-dir", tmp_path)
+    (line,) = re.findall("^rehearsal: .*", done.stdout, re.MULTILINE)
+    print(line)
+    numbers = re.search(r"peak ([\d.]+) GB, planned [\d.]+; ([\d.]+) GB are left", line)
+    peak, left = map(float, numbers.groups())
+    (free,) = re.findall(r"estimated; ([\d.]+) are free", done.stdout)
+    assert peak + left == pytest.approx(float(free), abs=0.11)
+    assert "out of" not in done.stdout
 
 
 def test_fp16_skips_a_step_whose_gradient_overflows():

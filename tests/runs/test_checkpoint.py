@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import common.checkpoint
 from common import ending, shards
 from common.checkpoint import CheckpointError, Checkpoints, on_all_ranks
 from common.data.order import RowOrder
@@ -429,6 +430,22 @@ def test_a_run_goes_on_where_its_checkpoint_is(tmp_path, world):
     policy_alone = checkpoints(tmp_path, world)  # --eval-only
     assert policy_alone.resume() == 7 and policy_alone.optimizers["policy"].scale == 8.0
     assert_loaded(policy_alone, saved)
+
+
+def test_a_resume_changes_the_counts_of_a_script_in_place(tmp_path, world, monkeypatch):
+    """A checkpoint without them, as an earlier version has written it, leaves them alone."""
+    counts = {"sampled": 0.0, "unequal": 0.0}
+    now = checkpoints(tmp_path, world, counts=counts)
+    now.resume()
+    counts.update({"sampled": 231.0, "unequal": 1 / 3})
+    assert now.save(4, None)
+    resumed = {"sampled": 0.0, "unequal": 0.0}
+    assert checkpoints(tmp_path, world, counts=resumed).resume() == 4 and resumed == counts
+    assert checkpoints(tmp_path, world).resume() == 4  # a script without counts
+    record = record_of(tmp_path, 4)
+    del record["counts"]
+    monkeypatch.setattr(common.checkpoint, "read_record", lambda folder: record)
+    assert checkpoints(tmp_path, world, counts=resumed).resume() == 4 and resumed == counts
 
 
 def test_without_a_checkpoint_a_run_begins(tmp_path, world):

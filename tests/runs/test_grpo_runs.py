@@ -176,6 +176,36 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path, ranks, fre
     check_resumed(whole if ranks == 2 else tmp_path / "whole", folder, start=int(latest[-6:]))
 
 
+@pytest.mark.slow
+def test_what_replaces_flat_groups_does_not_depend_on_who_was_faster(tmp_path):
+    """Slow answers of one rank, slow rewards, a kill and a resume: the same groups, weights and
+    metrics, and the same number of prompts sampled."""
+    options = [*OPTIONS, "--samples-per-prompt", 2, "--dynamic-sampling", 20, "--total-steps", 4]
+    options += ["--reward-function", ROOT / "tests/workers/kinds.py:even", "--output-dir"]
+    whole, slow = tmp_path / "whole", tmp_path / "slow"
+    run_script("grpo.py", *options, whole, ranks=2)
+    worker = ROOT / "tests/workers/uneven_speed.py"
+    kill_once(worker, *options, slow, ranks=2, after_step=2)
+    run_script(worker, *options, slow, ranks=2)
+    assert steps_of(slow) == steps_of(whole)
+    weights = [(run / "model/model.safetensors").read_bytes() for run in (whole, slow)]
+    assert weights[0] == weights[1]
+    num_prompts = []
+    for step in range(1, 5):
+        name = f"rollouts/step_{step:06d}.parquet"
+        dumps = [pq.read_table(run / name) for run in (whole, slow)]
+        assert dumps[0].equals(dumps[1])
+        num_prompts.append(len(set(dumps[0]["prompt_index"].to_pylist())))
+        record = steps_of(whole)[step]
+        assert record["rollout/unused"] == pytest.approx(1 - 6 / num_prompts[-1])
+    assert min(num_prompts[1:]) > 6  # the first round of a later step is larger
+    saved = [
+        json.loads((run / "checkpoints/step_000004/trainer.json").read_text())["counts"]
+        for run in (whole, slow)
+    ]
+    assert saved[0] == saved[1] and saved[0]["unequal"] >= 24
+
+
 def test_replay_repeats_an_update_bit_for_bit(whole, tmp_path):
     replay = ["--resume", whole / "checkpoints/step_000002", "--output-dir", tmp_path / "replay"]
     replay += ["--replay", whole / "rollouts/step_000003.parquet", *data_of(whole)]

@@ -275,7 +275,7 @@ def test_books_name_the_tensor_that_is_wrong(engine, policy, fault):
     books = WeightBooks(engine.books.expected)
     books.step = 0
     with pytest.raises(RuntimeError, match=name.replace(".", r"\.")):
-        list(books.record(spoil(name, list(full_parameters(policy))), torch.float32))
+        list(books.record(spoil(name, list(full_parameters(policy)))))
         books.close(1)
     assert books.step is None
 
@@ -291,14 +291,14 @@ def test_engine_refuses_a_faulty_sync_and_is_unusable_after_it(make_engine, poli
             generate(engine, PROMPTS, Sampling(1, 1), SEEDS, step)
 
 
-def test_books_pass_the_weights_on_in_the_engines_dtype(engine, policy):
+def test_books_pass_the_weights_on_as_they_are(engine, policy):
     books = WeightBooks(engine.books.expected)
-    sent = list(books.record(full_parameters(policy), torch.bfloat16))
+    sent = list(books.record(full_parameters(policy, torch.bfloat16)))
     assert {tensor.dtype for _, tensor in sent} == {torch.bfloat16}
     assert {name: tensor.numel() for name, tensor in sent} == books.expected
     books.close(3)
     books.check(3)
-    next(books.record(full_parameters(policy), torch.bfloat16))  # a sync that has not ended
+    next(books.record(full_parameters(policy)))  # a sync that has not ended
     with pytest.raises(RuntimeError, match="call sync_weights"):
         books.check(3)
 

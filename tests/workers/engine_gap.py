@@ -28,7 +28,7 @@ from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
-from common.models import full_parameters, load_model
+from common.models import engine_weights, load_model
 from common.packing import TokenIndex, pack
 from common.precision import DTYPES, GAP_LIMITS, checked_gap
 from common.progress import say
@@ -128,7 +128,7 @@ def main(args: argparse.Namespace) -> None:
                 parameter.copy_(start + 0.05 * (start.std(correction=0) or 1.0) * noise)
 
     def sync(step: int, weights=None) -> None:
-        engine.sync_weights(full_parameters(policy, dtype) if weights is None else weights, step)
+        engine.sync_weights(engine_weights(engine, policy) if weights is None else weights, step)
 
     result: dict = {"preload": os.environ.get("LD_PRELOAD")}
     sync(0)
@@ -164,7 +164,7 @@ def main(args: argparse.Namespace) -> None:
     def damaged(change) -> Iterator[tuple[str, torch.Tensor]]:
         return (
             (name, changed)
-            for name, t in full_parameters(policy)
+            for name, t in engine_weights(engine, policy)
             if (changed := change(name, t)) is not None
         )
 
@@ -217,12 +217,15 @@ def main(args: argparse.Namespace) -> None:
             "rotary buffer perturbed", lambda: scale_rotary(1.1), lambda: scale_rotary(1 / 1.1)
         )
 
+    def is_skipped(name: str) -> bool:
+        return "layers.1.mlp" in name and "up_proj" in name
+
     faults = {
         "stale step": lambda: sample_episodes(
             engine, prompts, sampling, seed=0, step=3, weights_step=2
         ),
         "a tensor skipped": lambda: sync(
-            2, damaged(lambda name, t: None if "layers.1.mlp.up" in name else t)
+            2, damaged(lambda name, t: None if is_skipped(name) else t)
         ),
         "half a fused module": lambda: sync(
             2, damaged(lambda name, t: None if "k_proj" in name else t)

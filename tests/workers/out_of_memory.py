@@ -7,6 +7,7 @@ The allocator itself says so: on a CPU since a rank may not take more than is fr
 import torch
 
 import grpo
+from common import rehearsal
 from common.flags import parse
 from common.limits import free_memory
 from common.script import run
@@ -37,6 +38,7 @@ def backward(policy, minibatch, tokens, args, world, **options):
 
 
 if __name__ == "__main__":
+    rehearsal.is_worthwhile = lambda device: False  # on a GPU it would count as step 1
     grpo.backward = backward
     args, _ = parse(grpo.Args, grpo.DEMO, grpo.__doc__)
     run(grpo.main, args)

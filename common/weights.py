@@ -1,0 +1,68 @@
+"""What a checkpoint has of a model: the names, the parts and the sizes of its weights."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from common.hub import load_names
+from common.torch_repair import transformers
+
+# patterns of what older files have, and transformers computes
+IGNORED_WEIGHTS = [r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of the tensors that a checkpoint has beside the parameters: the biases of a
+    router, the scales of Gemma 4's layers."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def as_saved(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights of a model's modules under the names, and in the parts, of the checkpoint that it was
+    loaded from: transformers renames some, and fuses experts. They are converted one by one.
+    """
+    revert = transformers.core_model_loading.revert_weight_conversion
+    for name, tensor in weights:
+        yield from revert(model, {name: tensor}).items()
+
+
+def saved_sizes(model: nn.Module, path: str) -> dict[str, int]:
+    """{name: number of elements} of the weights in a folder's files, as a sync sends them, and of a
+    tied head, which the files lack. `model`: its skeleton.
+
+    What the files hold beyond the model, and transformers ignores, is left out. Files of a backbone
+    alone lack its prefix. SystemExit if transformers does not give back what it has read.
+    """
+    loaded, _, tensors = load_names(model, path, "--model")
+    weights = [*loaded.named_parameters(), *saved_buffers(loaded)]
+    head = loaded.get_output_embeddings().weight
+    is_tied = head is loaded.get_input_embeddings().weight
+    if is_tied:
+        weights.append(("lm_head.weight", head))
+    sent = {name: tensor.numel() for name, tensor in as_saved(loaded, weights)}
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *IGNORED_WEIGHTS]
+    computed = dict(model.named_buffers())
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        whole_name = f"{model.base_model_prefix}.{name}"
+        if name not in sent and whole_name in sent:
+            name = whole_name
+        is_ignored = name in computed or any(re.search(pattern, name) for pattern in ignored)
+        if name not in sent and is_ignored:
+            continue
+        sizes[name] = tensor.numel()
+        if sent.get(name) != sizes[name]:
+            raise SystemExit(
+                f"--model {path}: its files have {name}, which transformers divides among several "
+                "weights, or does not write again: a sync cannot send it; --engine hf runs it"
+            )
+    if is_tied:
+        ((name, _),) = as_saved(loaded, [("lm_head.weight", head)])
+        sizes[name] = head.numel()
+    return sizes
