@@ -358,9 +358,9 @@ def teach(folder: Path, steps: int = 40) -> None:
     policy = load_model(str(folder), "sdpa", vision=vision)
     episodes = []
     for i in range(12):
-        media = [Media.open("image", [picture(120, 90, i + j)], SMALL) for j in range(i % 3)] * (
-            i % 4 > 0
-        )
+        media = [
+            Media.open("image", [picture(120, 90, i + j)], vision.limits) for j in range(i % 3)
+        ] * (i % 4 > 0)
         script = [CROP.format(BOXES[(i + t) % 3], 1) for t in range(i % 4 * bool(media))] + [
             f"\\boxed{{{i % 3}}}"
         ]
