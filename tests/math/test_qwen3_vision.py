@@ -2,6 +2,7 @@
 in packs and in rows, against transformers' own processor and forward."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
@@ -11,6 +12,8 @@ from helpers import relative_l2, rms_norm
 from transformers import AutoModelForImageTextToText
 from vl import image, reference_positions, trajectories, video, write_tiny_vl
 
+from common.data.media import count_tokens
+from common.job import check_cell
 from common.models import load_model
 from common.packing import TokenIndex, layout_of, pack
 from common.pictures import PixelLimits
@@ -58,9 +61,7 @@ def test_ids_and_patches_are_those_of_transformers_processor(visions, num_frames
         vision.expansion(m) for m in media
     ]
     for m in media:
-        _, height, width, _ = m.pixels.shape
-        assert height % 32 == 0 and width % 32 == 0
-        length = vision.num_tokens(m.kind, len(m.pixels), height, width)
+        length = count_tokens((m.kind, m.frames), None, vision)
         assert length == len(vision.expansion(m)), "a row's header tells as much"
     patches, grids = vision.patches([media[0], media[2]], torch.device("cpu"))
     assert torch.equal(patches, inputs["pixel_values"])
@@ -203,3 +204,11 @@ def test_a_rank_without_pictures_takes_part_in_deepstack(folders, visions):
     policy(batch)[0].sum().backward()
     for parameter in policy.model.base_model.visual.parameters():
         assert parameter.grad is not None and not parameter.grad.any()
+
+
+def test_a_picture_may_be_as_large_as_a_visual_token(visions):
+    check_cell(visions["qwen3_vl"].limits, "--model M")
+    small = replace(visions["qwen3_vl"].limits, max_frame_pixels=1023)
+    message = "--max-frame-pixels 1023: a visual token of --model M is 32 x 32 pixels, so at least"
+    with pytest.raises(SystemExit, match=f"{message} 1024"):
+        check_cell(small, "--model M")
