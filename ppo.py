@@ -607,6 +607,11 @@ def resolve_critic(job: Job, name: str | None) -> str:
         raise SystemExit(f"--critic-model {name}: its tokenizer is not the policy's")
     if (vision is None) != (job.vision is None):
         raise SystemExit(f"--critic-model {name}: only one of policy and critic reads pictures")
+    if vision and vision.model_type != job.vision.model_type:
+        raise SystemExit(
+            f"--critic-model {name}: {vision.model_type} reads pictures in another way than the "
+            f"policy, {job.vision.model_type}"
+        )
     if folder != job.path:
         job.check_weights(folder, "--critic-model", headless=True)
     return folder

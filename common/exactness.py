@@ -11,7 +11,7 @@ from common.recurrent import is_recurrent
 from common.rotary import length_limits
 from common.torch_repair import Later
 from common.types import Episode
-from common.vision import FAMILY, skeleton
+from common.vision import FAMILIES, skeleton
 
 fsdp = Later("torch.distributed.fsdp")
 # how far, in the mean, log-probs of a micro-batch may be from those of single texts; in 16 bits as
@@ -39,7 +39,7 @@ def why_unsupported(model: nn.Module, attention: str) -> str | None:
         return "draws its experts at random in training (router_jitter_noise)"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return "reads texts in both directions (use_bidirectional_attention)"
-    if model.config.model_type in FAMILY and length_limits(config):
+    if model.config.model_type in FAMILIES and length_limits(config):
         return "reads pictures, and has rotary frequencies that depend on a text's length"
     if attention == "rows":
         if length_limits(config):

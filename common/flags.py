@@ -140,7 +140,7 @@ class Data:
     template_args: JsonObject | None = None
     # rows that are unusable or too long: stop, or count and drop them
     bad_rows: Literal["error", "drop"] = "error"
-    # smaller pictures are enlarged to this area; 28 x 28 pixels are one token
+    # smaller pictures are enlarged to this area; 28 x 28 pixels are one token (Qwen3: 32 x 32)
     min_pixels: Count = 3136
     # largest area of a picture; crops are cut from the original
     max_pixels: Annotated[Count, Ge(784)] = 1_003_520

@@ -136,6 +136,9 @@ class Job:
             # None: the model reads text alone
             self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)
         check_model_flags(data, machine, sees=self.vision is not None)
+        if self.vision:
+            self.limits = self.vision.limits
+            check_cell(self.limits, f"--model {self.path}")
         self.summary = (
             f"{script}.py: {run.model}, {self.world.size} x {self.world.device.type}, "
             f"{machine.strategy}, compute {self.compute_dtype} ({dtype_reason}) "
@@ -314,6 +317,20 @@ def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:
     refuse_idle(machine, {"freeze_vision": needs_trained_vision})
     needs_lora = (has_lora, "--lora-rank")
     refuse_idle(machine, {"lora_alpha": needs_lora, "lora_targets": needs_lora})
+
+
+def check_cell(limits: PixelLimits, name: str) -> None:
+    """SystemExit if pictures may not be as large as one visual token of the model.
+
+    name: its flag and folder.
+    """
+    areas = {"--max-pixels": limits.max_pixels, "--max-frame-pixels": limits.max_frame_pixels}
+    for flag, area in areas.items():
+        if area < limits.cell**2:
+            raise SystemExit(
+                f"{flag} {area}: a visual token of {name} is {limits.cell} x {limits.cell} pixels, "
+                f"so at least {limits.cell**2}"
+            )
 
 
 def checkpoint_identity(script: str, path: Path, machine: Machine) -> dict[str, Any]:

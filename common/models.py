@@ -48,7 +48,7 @@ def hidden_states(
     """Last hidden states [N, H] at which the trained tokens of a micro-batch are predicted."""
     inputs = {"position_ids": batch.position_ids, "attention_mask": None, "use_cache": False}
     if vision:
-        inputs["inputs_embeds"] = embed_pictures(model, batch, vision)
+        inputs |= embed_pictures(model, batch, vision)
         model = model.language_model
     else:
         inputs["input_ids"] = batch.input_ids
@@ -64,9 +64,10 @@ def hidden_states(
     return hidden.flatten(0, 1)[batch.hidden_index]
 
 
-def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> Tensor:
-    """Embeddings [B, L, H] of a micro-batch; those of placeholders are replaced by the features of
-    pictures.
+def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> dict[str, object]:
+    """Arguments of the language model: embeddings [B, L, H] of a micro-batch, those of placeholders
+    replaced by the features of pictures. With DeepStack (arXiv 2406.04334) also the features [S, H]
+    that are added at the placeholders [B, L] to the outputs of the first layers.
 
     Every rank runs the vision tower on every micro-batch, on a blank picture if there is none: the
     tower takes part in collectives.
@@ -74,13 +75,22 @@ def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> Tenso
     embeddings = model.get_input_embeddings()(batch.input_ids)
     trained = any(p.requires_grad for p in model.visual.parameters())
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-        patches, grids = vision.patches(batch.media or [blank()], embeddings.device)
+        media = batch.media or [blank(vision.limits.cell)]
+        patches, grids = vision.patches(media, embeddings.device)
         output = model.visual(patches.to(model.visual.dtype), grid_thw=grids)
         features = output.pooler_output.to(embeddings.dtype)
+        deepstack = getattr(output, "deepstack_features", None) or []  # of some of its layers
     if not batch.media:
-        return embeddings + 0 * features.sum()
+        unused = sum(level.sum() for level in [features, *deepstack])
+        return {"inputs_embeds": embeddings + 0 * unused}
     flat = embeddings.flatten(0, 1).index_put((batch.slots,), features[batch.features])
-    return flat.view_as(embeddings)
+    inputs: dict[str, object] = {"inputs_embeds": flat.view_as(embeddings)}
+    if deepstack:
+        is_placeholder = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+        is_placeholder.view(-1)[batch.slots] = True
+        inputs["visual_pos_masks"] = is_placeholder
+        inputs["deepstack_visual_embeds"] = [level[batch.features] for level in deepstack]
+    return inputs
 
 
 class Policy(nn.Module):
@@ -169,7 +179,8 @@ def load_model(
         language_model = getattr(model.base_model, "language_model", model)
         if vision:
             model.base_model.visual.requires_grad_(not freeze_vision)
-            model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
+            if vision.family.clamps_merger:
+                model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
             if attention != "flash":
                 for block in model.base_model.visual.blocks:
                     attend_in_windows(block.attn)

@@ -43,7 +43,8 @@ class MicroBatch:
     hidden_index: Tensor  # [N] int64: where in the B * L tokens a trained one is predicted
     targets: Tensor  # [N] int64: the token's id
     tokens: Tensor  # [N] int64: the token's place in the flat per-token arrays of `TokenIndex`
-    slots: Tensor  # [S] int64: where in the B * L tokens the placeholders of pictures are
+    # [S] int64, ascending: where in the B * L tokens the placeholders of pictures are
+    slots: Tensor
     features: Tensor  # [S] int64: which feature belongs there, of those of `media` in order
     media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
     # of a pack: lengths of its segments in tokens, a list for each prompt: [prompt, response, ...];
@@ -342,7 +343,8 @@ class _Row:
         self.targets: list[int] = []
         self.tokens: list[int] = []
         self.segments: list[list[int]] = []  # lengths in tokens, a list for each unit
-        self.pictures: dict[Media, list[int]] = {}  # distinct ones, and where in the row they begin
+        # distinct ones, and where in the row the visual tokens of each occurrence stand
+        self.pictures: dict[Media, list[np.ndarray]] = {}
         self.prompt_end = 0  # of the last unit
 
     def add_prompt(self, episode: Episode) -> None:
@@ -376,9 +378,9 @@ class _Row:
         if not self.vision:
             return
         self.rope.append(self.vision.positions(ids, episode.media)[:, start:end])
-        for media, place in zip(episode.media, self.vision.places(ids, episode.media)):
-            if start <= place < end:
-                self.pictures.setdefault(media, []).append(row_start + place - start)
+        for media, places in zip(episode.media, self.vision.places(ids, episode.media)):
+            if start <= places[0] < end:
+                self.pictures.setdefault(media, []).append(row_start + places - start)
 
     def pad(self, length: int, first_position: int) -> None:
         """Pad the row to `length` tokens."""
@@ -395,20 +397,20 @@ def _micro_batch(rows: list[_Row]) -> MicroBatch:
     """Rows of one length, one below the other."""
     length = len(rows[0].input_ids)
     hidden_index: list[int] = []
-    pictures: dict[Media, list[int]] = {}  # distinct ones, and where they begin
+    pictures: dict[Media, list[np.ndarray]] = {}  # distinct ones, and the slots of each occurrence
     for i, row in enumerate(rows):
         start = i * length
         hidden_index.extend(start + place for place in row.hidden_index)
-        for media, places in row.pictures.items():
-            pictures.setdefault(media, []).extend(start + place for place in places)
-    slots: list[int] = []
-    features: list[int] = []
+        for media, occurrences in row.pictures.items():
+            pictures.setdefault(media, []).extend(start + places for places in occurrences)
+    feature_of_slot: dict[int, int] = {}
     first_feature = 0
-    for media, places in pictures.items():
-        for place in places:
-            slots.extend(range(place, place + media.num_tokens))
-            features.extend(range(first_feature, first_feature + media.num_tokens))
+    for media, occurrences in pictures.items():
+        for places in occurrences:
+            features = range(first_feature, first_feature + media.num_tokens)
+            feature_of_slot.update(zip(places.tolist(), features))
         first_feature += media.num_tokens
+    slots = sorted(feature_of_slot)
     position_ids = torch.tensor([row.positions for row in rows])
     if rows[0].vision:
         rope = np.stack([np.concatenate(row.rope, axis=1) for row in rows], axis=1)  # [3, B, L]
@@ -420,7 +422,7 @@ def _micro_batch(rows: list[_Row]) -> MicroBatch:
         targets=_int64([token for row in rows for token in row.targets]),
         tokens=_int64([token for row in rows for token in row.tokens]),
         slots=_int64(slots),
-        features=_int64(features),
+        features=_int64([feature_of_slot[slot] for slot in slots]),
         media=list(pictures),
         units=[unit for row in rows for unit in row.segments],
     )

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 if TYPE_CHECKING:
     import numpy as np
 
-CELL = 28  # side, in pixels, of a visual token: 2 x 2 patches of 14
+CELL = 28  # side, in pixels, of a visual token of Qwen2.5-VL: 2 x 2 patches of 14
 MAX_RATIO = 200  # of the sides: Qwen2-VL's image processor refuses more
 MAX_SOURCE_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
 MAX_SIDE = 100_000  # pixels: beyond it Pillow's decoders overflow, and report it as lack of memory
@@ -29,45 +29,50 @@ class BadRow(ValueError):
     """What is wrong with a row of a data set, in a few words."""
 
 
-def shown_size(width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(width, height) at which a picture is shown: multiples of 28, at least 28, at most 1:200.
+def shown_size(
+    width: int, height: int, min_pixels: int, max_pixels: int, cell: int = CELL
+) -> tuple[int, int]:
+    """(width, height) at which a picture is shown: multiples of `cell`, the side of a visual token,
+    at least one, at most 1:200.
 
     It is the result of Qwen2-VL's `smart_resize`, if that accepts the picture and would accept its
-    own result again. Otherwise sides below 28, and then the shorter one up to a 200th of the
+    own result again. Otherwise sides below `cell`, and then the shorter one up to a 200th of the
     longer, are enlarged first; and the result is cut to 1:200. The area, as with `smart_resize`, is
-    at most max_pixels, if that is at least 784 * (ratio of the sides + 1) and 4 * min_pixels; below
-    that rounding up may exceed it. ValueError if max_pixels is below 784 or min_pixels.
+    at most max_pixels, if that is at least cell² * (ratio of the sides + 1) and 4 * min_pixels;
+    below that rounding up may exceed it. ValueError if max_pixels is below cell² or min_pixels.
     """
-    if max_pixels < CELL**2 or min_pixels > max_pixels:
+    if max_pixels < cell**2 or min_pixels > max_pixels:
         raise ValueError(
             f"shown_size: got min_pixels {min_pixels}, max_pixels {max_pixels}; max_pixels "
-            f"must be at least min_pixels, and {CELL**2}"
+            f"must be at least min_pixels, and {cell**2}"
         )
     size = (0, 0)
     if 0 < max(width, height) <= MAX_RATIO * min(width, height):
-        size = smart_resize(width, height, min_pixels, max_pixels)
-    if min(size) < CELL:
-        longer = max(width, height, CELL)
-        enlarged_width = max(width, CELL, longer / MAX_RATIO)
-        enlarged_height = max(height, CELL, longer / MAX_RATIO)
-        size = smart_resize(enlarged_width, enlarged_height, min_pixels, max_pixels)
+        size = smart_resize(width, height, min_pixels, max_pixels, cell)
+    if min(size) < cell:
+        longer = max(width, height, cell)
+        enlarged_width = max(width, cell, longer / MAX_RATIO)
+        enlarged_height = max(height, cell, longer / MAX_RATIO)
+        size = smart_resize(enlarged_width, enlarged_height, min_pixels, max_pixels, cell)
     longest = MAX_RATIO * min(size)
     return min(size[0], longest), min(size[1], longest)
 
 
-def smart_resize(width: float, height: float, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Qwen2-VL's rule: the nearest multiples of 28, scaled if their area is out of bounds."""
-    new_width = round(width / CELL) * CELL
-    new_height = round(height / CELL) * CELL
+def smart_resize(
+    width: float, height: float, min_pixels: int, max_pixels: int, cell: int
+) -> tuple[int, int]:
+    """Qwen2-VL's rule: the nearest multiples of `cell`, scaled if their area is out of bounds."""
+    new_width = round(width / cell) * cell
+    new_height = round(height / cell) * cell
     area = new_width * new_height
     if area > max_pixels:
         scale = sqrt(width * height / max_pixels)
-        new_width = max(CELL, floor(width / scale / CELL) * CELL)
-        new_height = max(CELL, floor(height / scale / CELL) * CELL)
+        new_width = max(cell, floor(width / scale / cell) * cell)
+        new_height = max(cell, floor(height / scale / cell) * cell)
     elif area < min_pixels:
         scale = sqrt(min_pixels / (width * height))
-        new_width = ceil(width * scale / CELL) * CELL
-        new_height = ceil(height * scale / CELL) * CELL
+        new_width = ceil(width * scale / cell) * cell
+        new_height = ceil(height * scale / cell) * cell
     return new_width, new_height
 
 
@@ -129,12 +134,12 @@ def encode(image: Image.Image | bytes) -> bytes:
 def displayed_size(size: tuple[int, int], kind: str, context: dict) -> tuple[int, int]:
     """(width, height) at which a picture of that size is shown.
 
-    kind: "image", also for crops, or "video" for frames, selected or not. context: the fields of
-    `PixelLimits`.
+    kind: "image", also for crops, or "video" for frames, selected or not. context: has the fields
+    of `PixelLimits`.
     """
     max_pixels = context["max_pixels"] if kind == "image" else context["max_frame_pixels"]
     min_pixels = min(context["min_pixels"], max_pixels)
-    return shown_size(*size, min_pixels, max_pixels)
+    return shown_size(*size, min_pixels, max_pixels, context["cell"])
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,7 @@ class PixelLimits:
     min_pixels: int
     max_pixels: int
     max_frame_pixels: int
+    cell: int = CELL  # side of a visual token in pixels, which the model's folder defines
 
     def shown_size(self, kind: str, width: int, height: int) -> tuple[int, int]:
         return displayed_size((width, height), kind, vars(self))
@@ -155,9 +161,10 @@ class Media:
 
     kind: str  # "image" or "video"
     frames: list[bytes]  # encoded, original resolution; an image has one
-    # [F, H, W, 3] uint8, H and W multiples of 28: as trainer and engine see it
+    # [F, H, W, 3] uint8, H and W multiples of `cell`: as trainer and engine see it
     pixels: "np.ndarray"
     is_frame: bool = False  # an image that was a frame of a video, and has the size of one
+    cell: int = CELL  # side of a visual token in pixels: two patches
 
     @classmethod
     def open(
@@ -175,16 +182,17 @@ class Media:
             if picture.size != size:
                 picture = picture.resize(size, resample=Image.Resampling.BICUBIC)
             arrays.append(np.asarray(picture))
-        return cls(kind, list(frames), np.stack(arrays), is_frame)
+        return cls(kind, list(frames), np.stack(arrays), is_frame, limits.cell)
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Patches: pairs of frames, rows, columns."""
         frames, height, width, _ = self.pixels.shape
-        return ceil(frames / 2), height // 14, width // 14
+        return ceil(frames / 2), height // self.cell * 2, width // self.cell * 2
 
     @property
     def num_tokens(self) -> int:
+        """Visual tokens; there may be text between those of a video."""
         frames, rows, columns = self.grid
         return frames * rows * columns // 4
 
@@ -196,9 +204,10 @@ class Media:
         return digest.hexdigest()
 
 
-def blank(rows: int = 1, columns: int = 1) -> Media:
+def blank(cell: int, rows: int = 1, columns: int = 1) -> Media:
     """A picture of rows x columns tokens, by default the smallest: a rank without pictures runs the
     vision tower on it, as others do."""
     import numpy as np
 
-    return Media("image", [], np.zeros((1, rows * CELL, columns * CELL, 3), dtype=np.uint8))
+    pixels = np.zeros((1, rows * cell, columns * cell, 3), dtype=np.uint8)
+    return Media("image", [], pixels, cell=cell)

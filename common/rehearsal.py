@@ -23,7 +23,7 @@ from common.memory.halving import release_memory, remember_budget, same_command
 from common.memory.remedies import longest
 from common.optimizer import GuardedAdamW
 from common.packing import Minibatch, Packer, TokenIndex
-from common.pictures import CELL, Media, blank
+from common.pictures import Media, blank
 from common.processes import ranks_here
 from common.progress import say
 from common.types import Episode
@@ -266,9 +266,10 @@ def with_pictures(
     media: list[Media] = []
     room = length
     while vision and room > 0 and len(media) < max_images:
-        num_tokens = min(room, vision.limits.max_pixels // CELL**2)
+        cell = vision.limits.cell
+        num_tokens = min(room, vision.limits.max_pixels // cell**2)
         rows = math.isqrt(num_tokens)
-        media.append(blank(rows, columns=num_tokens // rows))
+        media.append(blank(cell, rows, columns=num_tokens // rows))
         room -= media[-1].num_tokens
     ids = [0] * length
     if vision:

@@ -1,8 +1,10 @@
-"""Images and videos of Qwen2-VL and Qwen2.5-VL: placeholders, M-RoPE positions, patches."""
+"""Images and videos of Qwen's families: placeholders, M-RoPE positions, patches."""
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
+from math import ceil
 
 import numpy as np
 import torch
@@ -11,7 +13,25 @@ from torch import Tensor, nn
 from common.pictures import BadRow, Media, PixelLimits
 from common.torch_repair import transformers
 
-FAMILY = ("qwen2_vl", "qwen2_5_vl")
+
+@dataclass(frozen=True)
+class Family:
+    """What tells families of vision-language models apart, beside their configurations."""
+
+    has_timestamps: bool  # each pair of frames stands by itself, behind its time as text
+    clamps_merger: bool  # vLLM keeps the inputs of the tower's merger finite
+
+
+FAMILIES = {
+    "qwen2_vl": Family(has_timestamps=False, clamps_merger=False),
+    "qwen2_5_vl": Family(has_timestamps=False, clamps_merger=True),
+    "qwen3_vl": Family(has_timestamps=True, clamps_merger=False),
+    "qwen3_5": Family(has_timestamps=True, clamps_merger=False),
+}
+# what is said of a row
+UNREAD_PICTURES = (
+    f"has pictures, and the model reads text alone (those that see are {', '.join(FAMILIES)})"
+)
 # attributes of a config: ids of tokens that stand for pictures or sounds, or that announce some
 PLACEHOLDERS = [
     "audio_token_id",
@@ -36,22 +56,28 @@ class Vision:
 
     def __init__(self, path: str, config, limits: PixelLimits, trust_remote_code: bool = False):
         vision = config.vision_config
-        if (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size) != (14, 2, 2):
+        if (vision.spatial_merge_size, vision.temporal_patch_size) != (2, 2):
             raise SystemExit(
-                f"--model {path}: only patches of 14 x 14 x 2, merged by 2 x 2, are supported here"
+                f"--model {path}: only patches of two frames, merged by 2 x 2, are supported here"
             )
-        self.limits = limits
+        self.model_type = config.model_type
+        self.family = FAMILIES[config.model_type]
+        self.limits = replace(limits, cell=2 * vision.patch_size)
         self.placeholders = {"image": config.image_token_id, "video": config.video_token_id}
+        self.start_id = config.vision_start_token_id
+        self.end_id = config.vision_end_token_id
         # what no policy may sample: the pictures that these announce do not exist
         self.forbidden_ids = placeholder_ids(config)
         self.processor = transformers.AutoProcessor.from_pretrained(
             path, trust_remote_code=trust_remote_code
         )
+        tokenizer = self.processor.tokenizer
+        self.encode = cache(partial(tokenizer.encode, add_special_tokens=False))
         # Qwen2-VL counts pairs of frames, whatever their seconds
         self.positions_per_second = getattr(vision, "tokens_per_second", 1)
 
     def expand(self, ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-        """Ids in which each placeholder is repeated for every token of its picture.
+        """Ids in which the expansion of each picture stands in place of its placeholder.
 
         ids: with one placeholder for each of `media`, in order. BadRow if they do not match.
         """
@@ -64,52 +90,98 @@ class Vision:
         expanded: list[int] = []
         remaining = iter(media)
         for token in ids:
-            num_repeats = next(remaining).num_tokens if token in kind_of_token else 1
-            expanded += [token] * num_repeats
+            if token in kind_of_token:
+                expanded += self.expansion(next(remaining))
+            else:
+                expanded.append(token)
         return expanded
+
+    def expansion(self, media: Media) -> list[int]:
+        """The ids of a picture: its placeholder for every visual token, and the text between."""
+        placeholder = self.placeholders[media.kind]
+        if media.kind == "image" or not self.family.has_timestamps:
+            return [placeholder] * media.num_tokens
+        num_pairs, _, _ = media.grid
+        pair = [placeholder] * (media.num_tokens // num_pairs)
+        ids: list[int] = []
+        for timestamp in self.timestamps(len(media.pixels)):
+            ids += [*timestamp, self.start_id, *pair, self.end_id]
+        return ids
+
+    def timestamps(self, num_frames: int) -> list[list[int]]:
+        """The time of each pair of frames as text: the mean of both, which are half a second
+        apart. The last pair of an odd number is one frame, shown twice."""
+        timestamps: list[list[int]] = []
+        for first in range(0, num_frames, 2):
+            second = min(first + 1, num_frames - 1)
+            seconds = (first + second) / 2 / 2
+            timestamps.append(self.encode(f"<{seconds:.1f} seconds>"))
+        return timestamps
+
+    def num_tokens(self, kind: str, num_frames: int, height: int, width: int) -> int:
+        """The length of the expansion of a picture that is shown with these sides, in pixels."""
+        cell = self.limits.cell
+        num_pairs = ceil(num_frames / 2)
+        num_tokens = num_pairs * (height // cell) * (width // cell)
+        if kind == "video" and self.family.has_timestamps:
+            num_tokens += sum(len(timestamp) + 2 for timestamp in self.timestamps(num_frames))
+        return num_tokens
 
     def collapse(self, ids: Sequence[int], media: Sequence[Media]) -> list[int]:
         """The inverse of `expand`: ids as an engine takes them."""
-        repeats: set[int] = set()
-        for place, m in zip(self.places(ids, media), media):
-            repeats.update(range(place + 1, place + m.num_tokens))
-        return [token for i, token in enumerate(ids) if i not in repeats]
-
-    def places(self, ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-        """Where in expanded ids each of `media` begins."""
-        places: list[int] = []
+        collapsed: list[int] = []
         end = 0
-        for m in media:
-            place = ids.index(self.placeholders[m.kind], end)
-            places.append(place)
-            end = place + m.num_tokens
-        return places
+        for m, span in zip(media, self.spans(ids, media)):
+            collapsed += ids[end : span.start]
+            collapsed.append(self.placeholders[m.kind])
+            end = span.stop
+        collapsed += ids[end:]
+        return collapsed
+
+    def spans(self, ids: Sequence[int], media: Sequence[Media]) -> list[range]:
+        """Where in expanded ids the expansion of each of `media` stands."""
+        spans: list[range] = []
+        for m, places in zip(media, self.places(ids, media)):
+            expansion = self.expansion(m)
+            start = int(places[0]) - expansion.index(self.placeholders[m.kind])
+            spans.append(range(start, start + len(expansion)))
+        return spans
+
+    def places(self, ids: Sequence[int], media: Sequence[Media]) -> list[np.ndarray]:
+        """Where in expanded ids the visual tokens of each of `media` stand, int64."""
+        all_places = np.flatnonzero(np.isin(ids, [*self.placeholders.values()]))
+        ends = np.cumsum([m.num_tokens for m in media], dtype=np.int64)
+        return np.split(all_places, ends)[: len(media)]
 
     def positions(self, ids: Sequence[int], media: Sequence[Media]) -> np.ndarray:
         """M-RoPE positions [3, L] int64 (time, row, column), arXiv 2409.12191 section 2.1.
 
-        ids: a whole trajectory, expanded. Frames of a video are half a second apart. What follows a
-        picture starts behind its largest coordinate, time included, as in the model's training and
-        in the engine (transformers 5.19 leaves time out).
+        ids: a whole trajectory, expanded. Frames of a video are half a second apart; behind a
+        timestamp each pair of them counts as an image. What follows a picture starts behind its
+        largest coordinate, time included, as in the model's training and in the engine
+        (transformers 5.19 leaves time out).
         """
         parts: list[np.ndarray] = []
         start = 0  # the next position
         end = 0  # tokens so far
-        for m, place in zip(media, self.places(ids, media)):
-            num_text = place - end
-            parts.append(start + np.tile(np.arange(num_text), (3, 1)))
-            frames, rows, columns = m.grid
-            cells = np.indices((frames, rows // 2, columns // 2)).reshape(3, -1)
+        for m, places in zip(media, self.places(ids, media)):
+            num_pairs, rows, columns = m.grid
+            num_blocks = num_pairs if self.family.has_timestamps else 1
+            cells = np.indices((num_pairs // num_blocks, rows // 2, columns // 2)).reshape(3, -1)
             if m.kind == "video":
                 cells[0] *= self.positions_per_second  # a pair of frames lasts a second
-            parts.append(start + num_text + cells)
-            start = parts[-1].max() + 1
-            end = place + m.num_tokens
+            for block in np.split(places, num_blocks):
+                num_text = block[0] - end
+                parts.append(start + np.tile(np.arange(num_text), (3, 1)))
+                parts.append(start + num_text + cells)
+                start = parts[-1].max() + 1
+                end = block[-1] + 1
         parts.append(start + np.tile(np.arange(len(ids) - end), (3, 1)))
         return np.concatenate(parts, axis=1)
 
     def patches(self, media: Sequence[Media], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Patches [P, 1176] float32 and grids [M, 3] int64 of distinct media, in their order."""
+        """Patches [P, 3 * 2 * side²] float32 and grids [M, 3] int64 of distinct media, in their
+        order; side: of a patch, in pixels."""
         parts: list[Tensor] = []
         grids: list[tuple[int, int, int]] = []
         for m in media:
@@ -223,8 +295,8 @@ def skeleton(path: str, trust_remote_code: bool = False, flag: str = "--model") 
 
 
 def load_vision(path: str, limits: PixelLimits, trust_remote_code: bool = False) -> Vision | None:
-    """None for a model that reads text alone."""
+    """None for a model that reads text alone, or that is of none of the FAMILIES."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if config.model_type not in FAMILY:
+    if config.model_type not in FAMILIES:
         return None
     return Vision(path, config, limits, trust_remote_code)

@@ -1,11 +1,13 @@
-"""A random Qwen2.5-VL of a few hundred thousand parameters as a Hugging Face folder, and pictures
-to show it.
+"""A random Qwen2.5-VL, Qwen3-VL or Qwen3.5 of a few hundred thousand parameters as a Hugging Face
+folder, and pictures to show it.
 
 python tests/vl.py FOLDER
 """
 
 import io
+import random
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from common.assets.build.tiny_vl import CHAT_TEMPLATE as QWEN_VL
 from common.assets.build.tiny_vl import SPECIAL
-from common.pictures import PixelLimits
+from common.pictures import Media, PixelLimits
+from common.types import Episode
 
 # The layout of the published templates: Qwen2.5's (which has tools too), SmolLM2-Instruct's.
 QWEN = (
@@ -204,26 +207,86 @@ def build_config(tokenizer):
     )
 
 
-def write_tiny_vl(folder: Path, seed: int = 0, taught: bool = False) -> Path:
-    from transformers import (
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
+QWEN3_TEXT = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "eos_token_id",
+    "pad_token_id",
+    "tie_word_embeddings",
+]
+
+
+def build_qwen3_config(tokenizer, kind: str):
+    """Of Qwen3-VL, with DeepStack from two layers, or of Qwen3.5, with a recurrent layer."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    older = build_config(tokenizer)
+    text = {name: getattr(older.text_config, name) for name in QWEN3_TEXT}
+    text |= {"num_hidden_layers": 3, "head_dim": 32, "bos_token_id": None}
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+    vision = {
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "num_position_embeddings": 16,
+    }
+    if kind == "qwen3_vl":
+        rotary |= {"mrope_section": [6, 5, 5]}
+        vision |= {"deepstack_visual_indexes": [0, 1]}
+    else:
+        rotary |= {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
+        text |= {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        text |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return CONFIG_MAPPING[kind](
+        text_config=text | {"rope_parameters": rotary},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        **{name: getattr(older, name) for name in ids},
     )
+
+
+def build_config_of(kind: str, tokenizer):
+    if kind == "qwen2_5_vl":
+        return build_config(tokenizer)
+    return build_qwen3_config(tokenizer, kind)
+
+
+def build_processor(tokenizer, kind: str):
+    import transformers as t
+
+    if kind == "qwen2_5_vl":
+        processors = t.Qwen2VLImageProcessor(), tokenizer, t.Qwen2VLVideoProcessor()
+        return t.Qwen2_5_VLProcessor(*processors, chat_template=QWEN_VL)
+    half = [0.5] * 3
+    images = t.Qwen2VLImageProcessor(patch_size=16, image_mean=half, image_std=half)
+    processors = images, tokenizer, t.Qwen3VLVideoProcessor()
+    return t.Qwen3VLProcessor(*processors, chat_template=QWEN_VL)
+
+
+def write_tiny_vl(
+    folder: Path, seed: int = 0, taught: bool = False, kind: str = "qwen2_5_vl"
+) -> Path:
+    from transformers import AutoModelForImageTextToText
 
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(build_config(tokenizer))
+    model = AutoModelForImageTextToText.from_config(build_config_of(kind, tokenizer))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1 and not taught:
                 parameter.mul_(4)  # spread the logits: near-uniform ones would hide mistakes
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
-    Qwen2_5_VLProcessor(
-        Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=QWEN_VL
-    ).save_pretrained(folder)
+    build_processor(tokenizer, kind).save_pretrained(folder)
     if taught:
         teach(folder)
     return folder
@@ -281,7 +344,6 @@ def teach(folder: Path, steps: int = 40) -> None:
 
     from common.models import load_model
     from common.packing import TokenIndex, pack
-    from common.pictures import Media
     from common.rollout.sampling import sample_episodes
     from common.rollout.trajectories import Turns
     from common.tools.pools import ToolWorkers
@@ -296,9 +358,9 @@ def teach(folder: Path, steps: int = 40) -> None:
     policy = load_model(str(folder), "sdpa", vision=vision)
     episodes = []
     for i in range(12):
-        media = [Media.open("image", [picture(120, 90, i + j)], SMALL) for j in range(i % 3)] * (
-            i % 4 > 0
-        )
+        media = [
+            Media.open("image", [picture(120, 90, i + j)], vision.limits) for j in range(i % 3)
+        ] * (i % 4 > 0)
         script = [CROP.format(BOXES[(i + t) % 3], 1) for t in range(i % 4 * bool(media))] + [
             f"\\boxed{{{i % 3}}}"
         ]
@@ -320,19 +382,27 @@ def teach(folder: Path, steps: int = 40) -> None:
     policy.model.save_pretrained(folder)
 
 
-def reference_positions(ids: list[int], media: list) -> torch.Tensor:
-    """M-RoPE positions [3, L] of text and images, as transformers counts them."""
-    from transformers import Qwen2_5_VLModel
-
-    config = build_config(build_tokenizer())
-    with torch.device("meta"):
-        model = Qwen2_5_VLModel(config)
+def reference_positions(ids: list[int], media: list, kind: str = "qwen2_5_vl") -> torch.Tensor:
+    """M-RoPE positions [3, L] of a trajectory, as transformers counts them: for videos of
+    Qwen2.5-VL others than ours."""
+    model = meta_model(kind)
     tokens = torch.tensor([ids])
-    kinds = (tokens == config.image_token_id).int()  # 0 text, 1 image
-    positions, _ = model.get_rope_index(
-        tokens, kinds, image_grid_thw=torch.tensor([m.grid for m in media])
-    )
+    is_image = tokens == model.config.image_token_id
+    is_video = tokens == model.config.video_token_id
+    grids = {}
+    for name in ("image", "video"):
+        shapes = [m.grid for m in media if m.kind == name]
+        grids[f"{name}_grid_thw"] = torch.tensor(shapes) if shapes else None
+    positions, _ = model.get_rope_index(tokens, is_image.int() + 2 * is_video.int(), **grids)
     return positions[:, 0]
+
+
+@cache
+def meta_model(kind: str):
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        return AutoModel.from_config(build_config_of(kind, build_tokenizer()))
 
 
 def picture(
@@ -344,6 +414,61 @@ def picture(
     file = io.BytesIO()
     Image.fromarray((noise + slope).astype(np.uint8)).convert(mode).save(file, format_)
     return file.getvalue()
+
+
+SIZES = [(56, 56), (200, 60), (1, 1), (30, 300), (5000, 20), (140, 168)]
+
+
+def image(seed: int, limits: PixelLimits) -> Media:
+    return Media.open("image", [picture(*SIZES[seed % len(SIZES)], seed)], limits)
+
+
+def video(seed: int, frames: int, limits: PixelLimits) -> Media:
+    return Media.open("video", [picture(60 + seed, 44, seed + i) for i in range(frames)], limits)
+
+
+def trajectories(vision, seed: int = 0, prompts: int = 4, samples: int = 3) -> list[Episode]:
+    """Groups that share 0 to 2 pictures of their prompt; responses of several turns with up to 2
+    crops in between."""
+    rng, tokenizer = random.Random(seed), build_tokenizer()
+    limits = vision.limits
+    marks = {
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    }
+
+    def encode(media: list[Media]) -> list[int]:
+        text = "".join(marks[m.kind] + rng.choice(["a", "bc", "\n"]) for m in media)
+        return vision.expand(tokenizer.encode(text + "words" * rng.randint(1, 3)), media)
+
+    episodes = []
+    for p in range(prompts):
+        shared = [
+            [],
+            [image(seed + p, limits)],
+            [video(p, 3, limits), image(p, limits)],
+            [image(4, limits), image(2, limits)],
+        ][p % 4]
+        prompt = encode(shared)
+        for s in range(samples):
+            ids, mask, media = [], [], list(shared)
+            for turn in range(rng.randint(1, 3)):
+                if turn:
+                    crops = [image(rng.randrange(100), limits) for _ in range(rng.randint(0, 2))]
+                    observation = encode(crops)
+                    ids, mask, media = (
+                        ids + observation,
+                        mask + [0] * len(observation),
+                        media + crops,
+                    )
+                sampled = [rng.randrange(200) for _ in range(rng.randint(1, 6))]
+                ids, mask = ids + sampled, mask + [1] * len(sampled)
+            episodes.append(
+                Episode(
+                    p, s, prompt, ids, mask, [0.0] * len(ids), "stop", {"score": 0.0}, media=media
+                )
+            )
+    return episodes
 
 
 def vllm_knows_times() -> bool:

@@ -47,7 +47,7 @@ from common.pictures import BadRow, Media
 from common.progress import say
 from common.torch_repair import transformers
 from common.types import Episode
-from common.vision import Vision
+from common.vision import UNREAD_PICTURES, Vision
 
 # turns of the assistant: the template renders all messages before each, in quadratic time
 MAX_TURNS = 500
@@ -176,9 +176,9 @@ def conversation_episode(
         num_media = sum(token in placeholders for token in ids)
         media = media[:num_media]  # the others are of later turns
         ids, mask = expand_pictures(ids, mask, media, vision)
-        places = vision.places(ids, media)
-        cut = cut_place(places, media, max_tokens)
-        media = [m for place, m in zip(places, media) if place < cut]
+        spans = vision.spans(ids, media)
+        cut = cut_place(spans, max_tokens)
+        media = [m for span, m in zip(spans, media) if span.start < cut]
     ids = ids[:cut]
     mask = mask[:cut]
     if 1 not in mask:
@@ -196,11 +196,11 @@ def conversation_episode(
     )
 
 
-def cut_place(places: list[int], media: list[Media], max_tokens: int) -> int:
+def cut_place(spans: list[range], max_tokens: int) -> int:
     """Where to cut: at `max_tokens`, or before the first picture that goes beyond it."""
-    for place, m in zip(places, media):
-        if place + m.num_tokens > max_tokens:
-            return min(place, max_tokens)
+    for span in spans:
+        if span.stop > max_tokens:
+            return min(span.start, max_tokens)
     return max_tokens
 
 
@@ -214,7 +214,7 @@ def expand_pictures(
     remaining = iter(media)
     for token, trained in zip(ids, mask):
         if token in placeholders:
-            expanded_mask += [0] * next(remaining).num_tokens
+            expanded_mask += [0] * len(vision.expansion(next(remaining)))
         else:
             expanded_mask.append(int(trained and token not in vision.forbidden_ids))
     return expanded_ids, expanded_mask
@@ -332,7 +332,7 @@ class Conversations:
         except (AttributeError, LookupError, RecursionError, TypeError) as error:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
-            raise BadRow("has pictures, and the model reads text alone")
+            raise BadRow(UNREAD_PICTURES)
         for placeholder in self.placeholders:
             if any(placeholder in text_of(message) for message in conversation.messages):
                 raise BadRow(
@@ -344,7 +344,7 @@ class Conversations:
     def _picture_tokens(self, index: int, conversation: Conversation) -> list[int]:
         beside = self.files.folder(index)
         return [
-            count_tokens(picture, self.media_root, self.vision.limits, beside=beside)
+            count_tokens(picture, self.media_root, self.vision, beside=beside)
             for picture in conversation.pictures
         ]
 

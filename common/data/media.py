@@ -6,12 +6,15 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image, UnidentifiedImageError
 
-from common.pictures import CELL, FORMATS, BadRow, Media, PixelLimits, check_size
+from common.pictures import FORMATS, BadRow, Media, PixelLimits, check_size
+
+if TYPE_CHECKING:
+    from common.vision import Vision
 
 MARKS = {"<image>": "image", "<video>": "video"}  # placeholders in the prompts of data sets
 # placeholders in texts of ms-swift and LLaMA-Factory, and the columns that they stand for
@@ -196,9 +199,10 @@ def open_media(
 
 
 def count_tokens(
-    picture: Picture, root: Path | None, limits: PixelLimits, *, beside: Path | None = None
+    picture: Picture, root: Path | None, vision: "Vision", *, beside: Path | None = None
 ) -> int:
-    """Tokens of a picture, from the header of its first frame. BadRow if it cannot be read.
+    """Tokens of a picture, its timestamps included, from the header of its first frame. BadRow if
+    it cannot be read.
 
     The files of the other frames are opened, but not read.
     """
@@ -209,10 +213,9 @@ def count_tokens(
         try:
             with Image.open(file, formats=FORMATS) as image:
                 check_size(image)
-                width, height = limits.shown_size(kind, *image.size)
+                width, height = vision.limits.shown_size(kind, *image.size)
         except UnidentifiedImageError as error:  # its text holds an address in memory
             raise BadRow(f"no readable picture: none of {', '.join(FORMATS)}") from error
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise BadRow(f"no readable picture ({str(error)[:80]})") from error
-    num_pairs = ceil(len(items) / 2)  # of frames
-    return num_pairs * (width // CELL) * (height // CELL)
+    return vision.num_tokens(kind, len(items), height, width)

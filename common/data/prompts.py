@@ -35,7 +35,7 @@ from common.flags import Data, Rollout
 from common.pictures import BadRow
 from common.progress import say
 from common.types import Prompt, Row, Tool, is_continued
-from common.vision import Vision
+from common.vision import UNREAD_PICTURES, Vision
 
 AS_THEY_STAND = (
     "are texts: the model sees them as they stand, without its chat template, which takes a "
@@ -269,7 +269,7 @@ class PromptData:
         prompt = render.clean_prompt(record["prompt"])
         pictures = picture_sources(record, render.bare_text(record["prompt"]))
         if pictures and not self.vision:
-            raise BadRow("has pictures, and the model reads text alone")
+            raise BadRow(UNREAD_PICTURES)
         if self._has_environment(record):
             if isinstance(prompt, str):
                 raise BadRow("is a rendered prompt, which an --environment cannot add to")
@@ -331,7 +331,7 @@ class PromptData:
             )
         num_tokens = 0
         for picture in pictures:
-            num_tokens += count_tokens(picture, self.media_root, self.vision.limits, beside=beside)
+            num_tokens += count_tokens(picture, self.media_root, self.vision, beside=beside)
         return num_tokens
 
     def __len__(self) -> int:

@@ -51,7 +51,7 @@ class HuggingFaceEngine(Engine):
         self.max_model_len = config.max_model_len
         self.placeholders = placeholder_ids(model_config)
         self.end_ids = [*config.end_ids, *self.placeholders]  # see without_placeholder
-        if self.vision:
+        if self.vision and self.vision.family.clamps_merger:
             self.model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
         sequence_bytes = self.max_model_len * cache_bytes_of_token(text_config, self.dtype)
         num_fitting = int(config.memory_gib * 2**30 / sequence_bytes)

@@ -113,7 +113,7 @@ class ToolWorkers(ToolPool):
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: {"media": [{"kind": "image", "frame" or "video", "frames": [encoded, ...]}, ...]
         in the order in which they were shown, "num_prompt_media", "calls": earlier ones, "seed";
-        with vision "min_pixels", "max_pixels", "max_frame_pixels"}; kwargs: from the row.
+        with vision "min_pixels", "max_pixels", "max_frame_pixels", "cell"}; kwargs: from the row.
         """
         tool = find_tool(self.tools, call.name)
         if call.error or tool is None:

@@ -26,6 +26,7 @@ from common.data.render import end_turns_properly
 from common.data.rows import RowFiles
 from common.distributed import World
 from common.pictures import BadRow, PixelLimits
+from common.types import Episode
 from common.vision import load_vision
 from sft import balanced
 
@@ -622,17 +623,43 @@ def test_a_row_is_cut_before_a_picture_that_does_not_fit(tmp_path, vision):
     Path(file).write_text(json.dumps(rows))
     whole = Conversations(file, "--train-data", tokenizer, **options).episode(0)
     ids = whole.prompt_ids + whole.response_ids
-    places = vision.places(ids, whole.media)
-    for length in range(places[1] - 3, len(ids) + 2):
+    spans = vision.spans(ids, whole.media)
+    for length in range(spans[1].start - 3, len(ids) + 2):
         options["max_tokens"] = length
         cut = Conversations(file, "--train-data", tokenizer, **options).episode(0)
         kept = cut.prompt_ids + cut.response_ids
         assert kept == ids[: len(kept)] and len(kept) <= length
-        inside = [p for p, m in zip(places, whole.media) if p < length < p + m.num_tokens]
+        inside = [span.start for span in spans if span.start < length < span.stop]
         assert len(kept) == (inside[0] if inside else min(length, len(ids)))
         assert vision.collapse(kept, cut.media).count(vision.placeholders["image"]) == len(
             cut.media
         )
+
+
+def test_a_row_is_cut_before_the_timestamps_of_a_video_that_does_not_fit(tmp_path):
+    vision = load_vision(str(write_tiny_vl(tmp_path / "model", kind="qwen3_vl")), LIMITS)
+    frames = []
+    for i in range(5):
+        frames.append(f"{i}.png")
+        (tmp_path / f"{i}.png").write_bytes(picture(60, 60, i))
+    row = {"messages": alternating("q", "a", "see <video>?", "b"), "videos": [frames]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    tokenizer = vision.processor.tokenizer
+
+    def episode(max_tokens: int) -> Episode:
+        options = {"max_tokens": max_tokens, "vision": vision, "media_root": tmp_path}
+        return Conversations(tmp_path / "rows.jsonl", "--data", tokenizer, **options).episode(0)
+
+    whole = episode(1000)
+    ids = whole.prompt_ids + whole.response_ids
+    (span,) = vision.spans(ids, whole.media)
+    assert ids[span.start : span.stop] == vision.expansion(whole.media[0])
+    trained = [token for token, m in zip(whole.response_ids, whole.loss_mask) if m]
+    assert tokenizer.decode(trained) == "a<|im_end|>b<|im_end|>", "and no timestamp"
+    for length in (span.start + 1, span.stop - 1):
+        cut = episode(length)
+        assert (cut.prompt_ids + cut.response_ids, cut.media) == (ids[: span.start], [])
+    assert len(episode(span.stop).media) == 1
 
 
 def test_marks_and_images_of_pyvision_and_chat_rows(tmp_path, vision):

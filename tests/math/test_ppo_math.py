@@ -452,8 +452,13 @@ def test_a_critic_reads_what_the_policy_reads():
     message = "--critic-model tiny-vl: only one of policy and critic reads pictures"
     with pytest.raises(SystemExit, match=message):
         ppo.resolve_critic(policy("tiny-vl"), "tiny-vl")
-    folder = ppo.resolve_critic(policy("tiny-vl", vision="eyes"), "tiny-vl")
+    same = SimpleNamespace(model_type="qwen2_5_vl")
+    folder = ppo.resolve_critic(policy("tiny-vl", vision=same), "tiny-vl")
     assert folder == str(FOLDERS["tiny-vl"])
+    message = "tiny-vl: qwen2_5_vl reads pictures in another way than the policy, qwen3_vl"
+    other = SimpleNamespace(model_type="qwen3_vl")
+    with pytest.raises(SystemExit, match=message):
+        ppo.resolve_critic(policy("tiny-vl", vision=other), "tiny-vl")
 
 
 def test_kl_in_the_reward_is_allowed_with_one_sample_per_prompt(monkeypatch):

@@ -2,7 +2,6 @@
 forward, one by one."""
 
 import io
-import random
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,18 +11,16 @@ from helpers import relative_l2
 from PIL import Image
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
-from vl import build_tokenizer, picture, reference_positions, write_tiny_vl
+from vl import image, picture, reference_positions, trajectories, video, write_tiny_vl
 
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
 from common.models import load_model
 from common.packing import TokenIndex, pack
 from common.pictures import Media, PixelLimits
-from common.types import Episode
 from common.vision import attend_in_windows, load_vision
 
 LIMITS = PixelLimits(784, 64 * 784, 16 * 784)
-SIZES = [(56, 56), (200, 60), (1, 1), (30, 300), (5000, 20), (140, 168)]
 
 
 @pytest.fixture(scope="module")
@@ -39,52 +36,6 @@ def vision(folder):
 @pytest.fixture(scope="module")
 def policy(folder, vision):
     return load_model(folder, "sdpa", dtype=torch.float32, vision=vision)
-
-
-def image(seed: int) -> Media:
-    return Media.open("image", [picture(*SIZES[seed % len(SIZES)], seed)], LIMITS)
-
-
-def video(seed: int, frames: int) -> Media:
-    return Media.open("video", [picture(60 + seed, 44, seed + i) for i in range(frames)], LIMITS)
-
-
-def trajectories(vision, seed: int = 0, prompts: int = 4, samples: int = 3) -> list[Episode]:
-    """Groups that share 0 to 2 pictures of their prompt; responses of several turns with up to 2
-    crops in between."""
-    rng, tokenizer = random.Random(seed), build_tokenizer()
-    marks = {
-        "image": "<|vision_start|><|image_pad|><|vision_end|>",
-        "video": "<|vision_start|><|video_pad|><|vision_end|>",
-    }
-
-    def encode(media: list[Media]) -> list[int]:
-        text = "".join(marks[m.kind] + rng.choice(["a", "bc", "\n"]) for m in media)
-        return vision.expand(tokenizer.encode(text + "words" * rng.randint(1, 3)), media)
-
-    episodes = []
-    for p in range(prompts):
-        shared = [[], [image(seed + p)], [video(p, 3), image(p)], [image(4), image(2)]][p % 4]
-        prompt = encode(shared)
-        for s in range(samples):
-            ids, mask, media = [], [], list(shared)
-            for turn in range(rng.randint(1, 3)):
-                if turn:
-                    crops = [image(rng.randrange(100)) for _ in range(rng.randint(0, 2))]
-                    observation = encode(crops)
-                    ids, mask, media = (
-                        ids + observation,
-                        mask + [0] * len(observation),
-                        media + crops,
-                    )
-                sampled = [rng.randrange(200) for _ in range(rng.randint(1, 6))]
-                ids, mask = ids + sampled, mask + [1] * len(sampled)
-            episodes.append(
-                Episode(
-                    p, s, prompt, ids, mask, [0.0] * len(ids), "stop", {"score": 0.0}, media=media
-                )
-            )
-    return episodes
 
 
 def packed_logprobs(policy, episodes, vision, **options) -> torch.Tensor:
@@ -188,7 +139,7 @@ def test_a_tower_that_overflows_in_fp16_is_cut_as_vllm_cuts_it(model, folder, vi
         ).model
     tower, seen = loaded.base_model.visual, []
     tower.merger.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    patches, grids = vision.patches([image(1)], torch.device("cpu"))
+    patches, grids = vision.patches([image(1, LIMITS)], torch.device("cpu"))
     with torch.no_grad():
         plain = tower(patches.half(), grid_thw=grids).pooler_output
         tower.blocks[-1].register_forward_hook(lambda *given: given[2] * 1e30)
@@ -243,7 +194,8 @@ def test_a_rank_without_pictures_takes_part_in_the_vision_tower(policy, vision):
 def test_equal_windows_of_the_tower_go_in_one_call(folder, vision, monkeypatch, dtype):
     """Values and gradients of transformers' loop over windows, with one call a layer for each
     length of a window."""
-    media = [image(seed) for seed in range(6)] + [video(3, 5), video(4, 4)]
+    media = [image(seed, LIMITS) for seed in range(6)]
+    media += [video(3, 5, LIMITS), video(4, 4, LIMITS)]
     results, calls = [], []
     for is_ours in (True, False):
         model = load_model(folder, "sdpa", dtype=torch.float32, vision=vision).model.to(dtype)

@@ -186,13 +186,17 @@ def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
         pytest.param("float32", 1e-5, [], marks=pytest.mark.slow),
     ],
 )
-def test_the_gradient_of_mixed_rows_is_the_sum_of_the_rows_gradients(mixed, dtype, bound, pairs):
-    """By default half of the combinations: any two settings meet."""
+def test_the_gradient_of_mixed_rows_is_the_sum_of_the_rows_gradients(
+    mixed, tmp_path, dtype, bound, pairs
+):
+    """Of Qwen2.5-VL, and of Qwen3-VL with DeepStack. By default half of the combinations: any two
+    settings meet."""
+    qwen3_vl = write_tiny_vl(tmp_path / "qwen3_vl", kind="qwen3_vl")
     _, model, _, data, _, _, _, media_root, *_ = mixed
     worker = ROOT / "tests" / "workers" / "sft_gradients.py"
-    options = ["--model", model, "--data", data, "--media-root", media_root, "--dtype", dtype]
+    options = ["--model", model, qwen3_vl, "--data", data, "--media-root", media_root, "--dtype", dtype]
     distances = json.loads(run_script(worker, *options, *pairs, ranks=2).stdout.splitlines()[-1])
-    assert len(distances) == (4 if pairs else 8)
+    assert len(distances) == 2 * (4 if pairs else 8)
     worst = max(distances, key=distances.get)
     assert distances[worst] <= bound, f"{worst}: {distances[worst]:.2g}"
 

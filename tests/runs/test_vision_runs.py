@@ -1,15 +1,18 @@
-"""Scripts on a tiny Qwen2.5-VL with pictures and tools: real torchrun ranks, real vLLM."""
+"""Scripts on a tiny Qwen2.5-VL or Qwen3-VL with pictures and tools: real torchrun ranks, real
+vLLM."""
 
 import json
 from html.parser import HTMLParser
 
 import pyarrow.parquet as pq
 import pytest
-from helpers import LITTLE_CACHE, kill_once, metrics_of, run_script, steps_of
+from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, steps_of
 from model_folders import same_files
 from vl import vllm_knows_times, write_rows, write_tiny_vl
 
 from common.export import Args, main
+from common.pictures import PixelLimits
+from common.vision import load_vision
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
 SIZES = [
@@ -184,3 +187,36 @@ def test_other_ways_take_a_step_with_pictures(options, exported, tmp_path, scrip
         and step["tool/calls"] > 0
     )
     assert step["eval/rows"] == 6
+
+
+def test_engines_sample_from_qwen3_as_its_packs_say(tmp_path):
+    """Pictures, videos and crops between two turns, fp32. Qwen3.5's recurrent layers have no vLLM
+    kernel on CPUs in fp32."""
+    pairs = []
+    for engine, kind in (("hf", "qwen3_vl"), ("vllm", "qwen3_vl"), ("hf", "qwen3_5")):
+        folder = write_tiny_vl(tmp_path / kind, kind=kind)
+        pairs.append(f"{engine}:{folder}")
+    done = run_script(ROOT / "tests" / "workers" / "vision_gap.py", *pairs)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(results) == 3
+    for pair, result in zip(pairs, results):
+        assert max(result["fresh"], result["synced"]) < 1e-5, (pair, result)
+        assert result["stale"] > 0.5, (pair, result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, engine", [("qwen3_vl", "vllm"), ("qwen3_vl", "hf"), ("qwen3_5", "hf")])
+def test_qwen3_calls_tools_and_sees_crops(kind, engine, options, tmp_path):
+    """On two ranks, from tool calls to the export."""
+    model = write_tiny_vl(tmp_path / "model", taught=True, kind=kind)
+    limits = ["--max-frame-pixels", 4 * 1024, "--engine", engine]
+    run = tmp_path / "run"
+    run_script(
+        "grpo.py", *options, *LITTLE_CACHE, *limits, "--model", model, "--output-dir", run, ranks=2
+    )
+    steps = steps_of(run)
+    for step in (1, 2):
+        assert 0 < steps[step]["policy/rollout_logprob_gap"] < 1e-5
+        assert steps[step]["optim/grad_norm"] > 0 and steps[step]["tool/calls"] > 0
+    same = load_vision(str(run / "model"), PixelLimits(784, 7840, 784))
+    assert same.limits.cell == 32 and same.model_type == kind

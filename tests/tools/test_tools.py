@@ -736,6 +736,7 @@ LIMITS = {
     "min_pixels": 3136,
     "max_pixels": 784_000,
     "max_frame_pixels": 313_600,
+    "cell": 28,
 }
 
 
@@ -760,41 +761,42 @@ def test_shown_size(size, limits, expected):
     assert shown_size(*size, *limits) == expected
 
 
-def check_sizes(count: int, seed: int) -> None:
+def check_sizes(count: int, seed: int, cell: int) -> None:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     rng = random.Random(seed)
     same = 0
     for _ in range(count):
         width, height = (max(1, round(2 ** rng.uniform(0, rng.choice([11, 14])))) for _ in range(2))
-        max_pixels = round(784 * 2 ** rng.uniform(0, 14))
+        max_pixels = round(cell**2 * 2 ** rng.uniform(0, 14))
         min_pixels = round(max_pixels * rng.choice([0, 1, rng.random(), rng.random() ** 8]))
-        size = shown_size(width, height, min_pixels, max_pixels)
+        size = shown_size(width, height, min_pixels, max_pixels, cell)
         ratio = max(size) / min(size)
-        assert all(side % 28 == 0 and side >= 28 for side in size) and ratio <= 200
-        enlarged = max(width, height, 28) / max(min(width, height), 28)
+        assert all(side % cell == 0 and side >= cell for side in size) and ratio <= 200
+        enlarged = max(width, height, cell) / max(min(width, height), cell)
         true_ratio = max(width, height) / min(width, height)
         if (
-            max_pixels >= 784 * (min(200, max(enlarged, true_ratio)) + 1)
+            max_pixels >= cell**2 * (min(200, max(enlarged, true_ratio)) + 1)
             and max_pixels >= 4 * min_pixels
         ):
             assert size[0] * size[1] <= max_pixels, (width, height, min_pixels, max_pixels, size)
         if true_ratio > 200:
             continue
-        theirs = smart_resize(height, width, 28, min_pixels, max_pixels)[::-1]
-        if min(theirs) >= 28 and max(theirs) <= 200 * min(theirs):
+        theirs = smart_resize(height, width, cell, min_pixels, max_pixels)[::-1]
+        if min(theirs) >= cell and max(theirs) <= 200 * min(theirs):
             same += 1
             assert size == theirs, (width, height, min_pixels, max_pixels)
     assert same > count / 2
 
 
-def test_sizes_are_those_of_transformers():
-    check_sizes(2000, seed=0)
+@pytest.mark.parametrize("cell", [28, 32])
+def test_sizes_are_those_of_transformers(cell):
+    check_sizes(2000, seed=0, cell=cell)
 
 
 @pytest.mark.slow
 def test_many_sizes_are_those_of_transformers():
-    check_sizes(300_000, seed=1)
+    check_sizes(300_000, seed=1, cell=28)
 
 
 def test_a_shown_size_is_shown_as_it_is():
@@ -808,7 +810,7 @@ def test_a_shown_size_is_shown_as_it_is():
         assert shown_size(*size, *limits) == size
 
 
-@pytest.mark.parametrize("limits", [(785, 784), (0, 783), (0, 0)])
+@pytest.mark.parametrize("limits", [(785, 784), (0, 783), (0, 0), (0, 1023, 32)])
 def test_impossible_limits(limits):
     with pytest.raises(ValueError, match="shown_size: got min_pixels"):
         shown_size(100, 100, *limits)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
 from common.data.conversations import Conversations
-from common.distributed import all_reduce, init_world, make_mesh, wrap_model
+from common.distributed import World, all_reduce, init_world, make_mesh, wrap_model
 from common.hub import load_tokenizer
 from common.models import load_model
 from common.packing import Minibatch, TokenIndex, pack
@@ -45,9 +45,20 @@ def main(args: argparse.Namespace) -> None:
     world, dtype = init_world(), getattr(torch, args.dtype)
     if dtype == torch.float64:
         qwen.apply_rotary_pos_emb_vision = rotate
+    distances = {}
+    for path in args.model:
+        for setting, distance in distances_of(path, args, world, dtype).items():
+            distances[f"{Path(path).name}, {setting}"] = distance
+    if world.is_main:
+        print(json.dumps(distances))
+
+
+def distances_of(
+    path: str, args: argparse.Namespace, world: World, dtype: torch.dtype
+) -> dict[str, float]:
     vision, tokenizer = (
-        load_vision(args.model, PixelLimits(784, 16 * 784, 4 * 784)),
-        load_tokenizer(args.model),
+        load_vision(path, PixelLimits(784, 16 * 784, 4 * 784)),
+        load_tokenizer(path),
     )
     data = Conversations(
         args.data, "--data", tokenizer, max_tokens=4096, vision=vision, media_root=args.media_root
@@ -57,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
     assert kinds == {"image", "video"} and not all(episode.media for episode in episodes)
     count = len(TokenIndex(episodes))
 
-    policy = make_policy(args.model, vision, dtype)
+    policy = make_policy(path, vision, dtype)
     for episode in episodes:
         (batch,) = pack([episode], [0], TokenIndex([episode]), budget=1, vision=vision)
         (-policy(batch)[0].sum() / count).backward()
@@ -65,9 +76,7 @@ def main(args: argparse.Namespace) -> None:
 
     distances = {}
     for strategy in ("fsdp", "ddp"):
-        model = wrap_model(
-            make_policy(args.model, vision, dtype), make_mesh(world, strategy), dtype
-        )
+        model = wrap_model(make_policy(path, vision, dtype), make_mesh(world, strategy), dtype)
         for split in ("balanced", "rank 0 has all pictures"):
             rows = list(range(len(data)))
             parts = balanced(rows, data.costs, world.size)
@@ -95,13 +104,12 @@ def main(args: argparse.Namespace) -> None:
                     relative_l2(got, reference)
                 )
         assert len(got) == len(list(model.parameters()))
-    if world.is_main:
-        print(json.dumps(distances))
+    return distances
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
+    parser.add_argument("--model", nargs="+")
     parser.add_argument("--data")
     parser.add_argument("--media-root", type=Path)
     parser.add_argument("--dtype", default="float64")

@@ -26,7 +26,7 @@ DOT = 3  # pixels: side of one of the 5 x 7 dots of its digit
 EVAL_ROWS = 512
 RL_ROWS = 2048
 # flags of the scripts
-LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544}
+LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544, "cell": 28}
 FONT = """
 .###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.
 #...# .##.. #...# #...# ..##. #.... .#... ....# #...# #...#
