@@ -49,7 +49,6 @@ OPTIONS = {  # of single kinds, beside the sizes
     "hunyuan_v1_moe": {"head_dim": 32},
     "jetmoe": {"num_key_value_heads": 1},
     "kimi_linear": {"num_experts": 8},
-    "llama4": {"text_config": SIZES},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 2, "head_dim": 64, "n_groups": 1},
@@ -90,14 +89,14 @@ OUTCOMES = {
         xlm xlm-roberta xlm-roberta-xl xmod
     """,
     "not supported here": """
-        cpmant inkling_text llama4 llama4_text phimoe
+        cpmant inkling_text llama4_text phimoe
     """,
     "no causal language model": """
         cohere_compass_text dbrx gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant
         plbart qwen4_exp reformer whisper
     """,
     "untried": """
-        blt emu3 gemma4_unified got_ocr2 longcat_flash mllama musicgen musicgen_melody
+        blt emu3 gemma4_unified got_ocr2 llama4 longcat_flash mllama musicgen musicgen_melody
         phi4_multimodal prophetnet xlnet zamba zamba2
     """,
 }

@@ -194,7 +194,17 @@ def test_the_gradient_of_mixed_rows_is_the_sum_of_the_rows_gradients(
     qwen3_vl = write_tiny_vl(tmp_path / "qwen3_vl", kind="qwen3_vl")
     _, model, _, data, _, _, _, media_root, *_ = mixed
     worker = ROOT / "tests" / "workers" / "sft_gradients.py"
-    options = ["--model", model, qwen3_vl, "--data", data, "--media-root", media_root, "--dtype", dtype]
+    options = [
+        "--model",
+        model,
+        qwen3_vl,
+        "--data",
+        data,
+        "--media-root",
+        media_root,
+        "--dtype",
+        dtype,
+    ]
     distances = json.loads(run_script(worker, *options, *pairs, ranks=2).stdout.splitlines()[-1])
     assert len(distances) == 2 * (4 if pairs else 8)
     worst = max(distances, key=distances.get)
