@@ -79,7 +79,8 @@ REFUSALS = [
         (),
         "its weights are quantized (quantization_config), and vLLM would keep them so",
         "take a copy in bf16: transformers writes one (from_pretrained with dequantize=True in the "
-        "quantization config, then save_pretrained)",
+        "quantization config, then save_pretrained with save_original_format=False, without which "
+        "the experts are left out)",
         lambda setting: getattr(setting.config, "quantization_config", None) is not None,
     ),
     Refusal(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import checked_args
-from model_configs import QWEN3, published_config
+from model_configs import VISION, YOUNGER, published_config
 from pages import PAGES, split_commands, text, without_heredocs
 
 from common.flags import EMBEDDED
@@ -31,7 +31,7 @@ ON_A_CPU = (*EMBEDDED, "smollm2", "runs/guess-form/model", "runs/grid-form/model
 def folders(tmp_path_factory) -> dict[str, str]:
     """{name: folder with a config.json and nothing else}; names as `published_config` has them."""
     found = {}
-    for name in ("0.5B", "1.5B", "3B", "7B", "32B", "VL-3B", "VL-7B", "VL-32B", *QWEN3):
+    for name in ("0.5B", "1.5B", "3B", "7B", "32B", *VISION, *YOUNGER):
         found[name] = str(tmp_path_factory.mktemp(name))
         published_config(name).save_pretrained(found[name])
     return found
@@ -45,7 +45,7 @@ def recipes(page: str) -> list[tuple[int, str]]:
         section = content[: block.start()].rpartition("\n#")[2]
         spoken_of = section.splitlines()[0] + section.rstrip().rpartition("\n\n")[2]
         for words in split_commands(without_heredocs(block[1])):
-            command = " ".join(words)
+            command = " ".join(shlex.quote(word) if " " in word else word for word in words)
             if re.search(r"\b(grpo|ppo|curiosity_rl|sft)\.py .*--model", command):
                 sizes = (
                     re.search(r"for size in ([^;]+);", block[1])[1].split()
@@ -58,7 +58,8 @@ def recipes(page: str) -> list[tuple[int, str]]:
 
 
 def size_of(model: str) -> str:
-    if (name := model.rpartition("/")[2]) in QWEN3:
+    name = re.sub("-(Base|Instruct|bf16)$", "", model.rpartition("/")[2])
+    if name in VISION or name in YOUNGER:
         return name
     return MADE.get(model) or "".join(
         re.search(r"Qwen2\.5-(VL-|)(?:Math-)?([\d.]+B)", model).groups()
