@@ -97,7 +97,8 @@ def add_adapters(
             linear_names.add(name)
             if name in targets or "all" in targets:
                 LoraLinear.adapt(module, machine, generator)
-    if any(p.dim() > 2 for layer in layers for p in layer.parameters()):
+    names = [name for layer in layers for name, _ in layer.named_parameters()]
+    if any(".experts." in name for name in names):
         say("warning: --lora-rank: experts, which are no linear layers here, are not adapted")
     missing = sorted(set(targets) - linear_names - {"all"})
     if missing or not linear_names:

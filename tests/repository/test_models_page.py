@@ -15,11 +15,12 @@ from common.engine.refusals import ON_TRANSFORMERS_BACKEND, OTHER_ENGINE
 from common.engine.refusals import REFUSALS as REFUSED_BY_VLLM
 from common.exactness import REFUSALS, WITHOUT_OPTIONS
 from common.recurrent import RECURRENT_MODELS
+from common.vision import FAMILIES
 
 PAGE = "docs/models.md"
 # one that fits, one with each flag, pictures, recurrent layers, experts
 EVERY_TIME = ["0.5B", "7B", "Qwen3-14B", "Qwen3-VL-4B", "Qwen3.5-4B", "gpt-oss-20b"]
-SEE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"}
+SEE = set(FAMILIES)
 # how the names of published configurations begin, by the first model_type of a row
 STARTS = {
     "qwen2": "",
