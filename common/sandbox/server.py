@@ -40,6 +40,9 @@ PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 libc = ctypes.CDLL(None, use_errno=True)
 BYTES_HEAD = sys.getsizeof(b"")
+MORE_BLOCKS = (
+    1000  # of each size; with 100 the first child of a server had other addresses at times
+)
 
 
 def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
@@ -261,7 +264,7 @@ def count_free_blocks(folder: str) -> dict[int, int]:
     for line in path.read_text().splitlines():
         row = line.split()  # class, size, pools, blocks in use, free blocks
         if len(row) == 5 and all(map(str.isdecimal, row)):
-            free_blocks[int(row[1])] = int(row[4]) + 100
+            free_blocks[int(row[1])] = int(row[4]) + MORE_BLOCKS
     path.unlink()
     return free_blocks
 

@@ -615,6 +615,7 @@ def test_what_is_saved_and_what_is_left_out(tmp_path, world):
         "micro_batch_tokens": 1024,
         "best": 0.5,
         "best_step": "step_000004",
+        "counts": {},
         "loader": {"consumed": 13, "seed": 0, "num_rows": 20, "fingerprint": ""},
         "loss_scale": {"policy": {"scale": 2.0**14, "good_steps": 2, "dynamic": True}},
     }
