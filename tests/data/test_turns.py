@@ -280,6 +280,13 @@ def test_a_prompt_that_loses_a_question_is_told(tmp_path):
     tokenizer.chat_template = forgetful
     with pytest.raises(ValueError, match="leaves out a message of role 'user'"):
         rows_of(tmp_path, tokenizer, row_of(without_call("reasoning_content")))
+    tokenizer = thinker("qwen3")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "messages[0].role == 'system'", "false"
+    )
+    system = {"role": "system", "content": "Be brief."}
+    with pytest.raises(ValueError, match="leaves out a message of role 'system'"):
+        rows_of(tmp_path, tokenizer, row_of([system, *without_call("reasoning_content")]))
 
 
 def test_a_prompt_that_no_turn_continues_is_refused(tmp_path):
