@@ -548,7 +548,7 @@ def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, worl
     job = SimpleNamespace(
         world=world,
         output_dir=tmp_path,
-        run=SimpleNamespace(log="none"),
+        run=SimpleNamespace(log=""),
         path=f"cache/models--org--model/snapshots/{commit}/checkpoint-1",
         checkpoint=None,
         compute_dtype=torch.float32,
