@@ -15,7 +15,8 @@ What this does that others do not:
     torchrun --nproc_per_node 4 sft.py --model Qwen/Qwen2.5-0.5B \\
         --train-data train.parquet --eval-data test.parquet
 
-What rows may look like: common/data/formats.py.
+What rows may look like: common/data/formats.py. Rows whose chat template shows earlier turns
+differently later are trained turn by turn: common/data/turns.py.
 
 Its loss is tested in tests/math/test_grpo_math.py, its gradients in tests/runs/test_sft_runs.py.
 """
@@ -23,6 +24,7 @@ Its loss is tested in tests/math/test_grpo_math.py, its gradients in tests/runs/
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +38,7 @@ from common.command_line import refuse_idle, typed_flags
 from common.data.conversations import Conversations
 from common.data.order import steps_of
 from common.data.render import end_turns_properly
-from common.distributed import World, forward_context
+from common.distributed import World, all_reduce, forward_context
 from common.export import export_hugging_face
 from common.files import user_errors
 from common.flags import Amount, Count, Data, Machine, Rollout, Run, Share, check_pixels, parse
@@ -151,9 +153,9 @@ def evaluate(
 
 
 def episodes_of(data: Conversations, rows: list[int], world: World) -> list[Episode]:
-    """The episodes of this rank's share of `rows`, balanced by cost, without unreadable ones."""
+    """The samples of this rank's share of `rows`, balanced by cost, without unreadable ones."""
     rank_rows = balanced(rows, data.costs, world.size)[world.rank]
-    return [episode for episode in in_threads(data.episode, rank_rows) if episode]
+    return list(chain.from_iterable(in_threads(data.episodes, rank_rows)))
 
 
 def balanced(rows: list[int], costs: np.ndarray, parts: int) -> list[list[int]]:
@@ -313,6 +315,9 @@ def main(args: Args, demo: bool = False) -> None:
         with watch("data"):
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
             minibatches = one_minibatch(packer, episodes)
+            # a row may have several samples
+            num_rank_rows = sum(episode.sample_index == 0 for episode in episodes)
+            (num_rows,) = all_reduce([num_rank_rows])
         if not minibatches:
             raise SystemExit(
                 "--train-data: not one row of this step has a token to learn, see the warnings"
@@ -333,7 +338,8 @@ def main(args: Args, demo: bool = False) -> None:
             "optim/loss_scale": optimizer.scale,
             "data/epoch": loader.epoch,
             "data/tokens": minibatch.num_tokens,
-            "data/unreadable": args.batch_size - minibatch.num_sequences,
+            "data/samples": minibatch.num_sequences,
+            "data/unreadable": args.batch_size - num_rows,
         }
 
         # 6. eval, checkpoint

@@ -26,7 +26,7 @@ from common.data.render import end_turns_properly
 from common.distributed import World, repeated_blocks
 from common.files import user_errors
 from common.flags import Machine, call_program
-from common.hub import load_tokenizer, resolve_model
+from common.hub import load_tokenizer, resolve_model, split_hub_id
 from common.lora import adapters, add_adapters
 from common.manifest import (
     WrittenFiles,
@@ -240,7 +240,8 @@ def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationCo
 
 
 def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
-    """Write the adapters in the format of Hugging Face's PEFT, for the model `base`."""
+    """Write the adapters in the format of Hugging Face's PEFT, for the model `base`, which is the
+    --model of the run."""
     layers = dict(adapters(model))
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
@@ -248,10 +249,15 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
             tensor = getattr(layer, part).detach().cpu().contiguous()
             tensors[f"base_model.model.{name}.{part}.weight"] = tensor
     rank = len(layer.lora_A)  # all layers have the same
+    revision = None
+    if not Path(base).is_dir():
+        repository, revision, subfolder = split_hub_id(base)
+        base = f"{repository}/{subfolder}".rstrip("/")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision,
         "bias": "none",
         "r": rank,
         "lora_alpha": layer.scale * rank,

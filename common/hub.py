@@ -1,5 +1,5 @@
-"""Where a model comes from: an embedded name, a folder, a hub id, perhaps with a subfolder. Whether
-its files are whole; its tokenizer."""
+"""Where a model comes from: an embedded name, a folder, a hub id, perhaps with a revision and a
+subfolder. Whether its files are whole; its tokenizer."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -25,6 +25,10 @@ hub = Later("huggingface_hub")
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in EMBEDDED}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+# ORG/NAME@REVISION/SUBFOLDER; ORG, a revision and subfolders may be missing. Of revisions only
+# those that the hub makes of pull requests and conversions have slashes.
+HUB_ID = re.compile(r"([^/@]+(?:/[^/@]+)?+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?((?:/[^/]+)*)/?")
+COMMIT = re.compile("[0-9a-f]{40}")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 # in the order in which transformers looks for them
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -50,9 +54,9 @@ SMOLLM2 = "smollm2-135m-instruct"  # folder of the prepared model
 def resolve_model(name: str, flag: str = "--model") -> str:
     """The folder of the model that `name` means.
 
-    name: an embedded name, smollm2, a folder, or a hub id, which the first rank to get there
-    downloads. SystemExit for a folder without a config.json or a tokenizer, with the subfolders
-    that have one, and for a file that cannot be read.
+    name: an embedded name, smollm2, a folder, or a hub id, see `split_hub_id`, which the first rank
+    to get there downloads. SystemExit for a folder without a config.json or a tokenizer, with the
+    subfolders that have one, and for a file that cannot be read.
     """
     if name in EMBEDDED:
         return str(FOLDERS[name])
@@ -264,30 +268,57 @@ def in_backbone(model: nn.Module, name: str) -> bool:
     return name.startswith(prefix) or part in dict(model.base_model.named_children())
 
 
-def download(name: str, flag: str) -> Path:
-    """Download ORG/NAME, or ORG/NAME/SUBFOLDER, from the hub: its files, without those of its
-    subfolders. Returns the folder.
+def split_hub_id(name: str) -> tuple[str, str | None, str]:
+    """ORG/NAME@REVISION/SUBFOLDER as (ORG/NAME, REVISION, "SUBFOLDER/").
+
+    A revision is a branch, a tag or a commit; None without one. A name of another form comes back
+    as the first, which the hub then refuses.
+    """
+    match = HUB_ID.fullmatch(name)
+    if match is None:
+        return name, None, ""
+    repository, revision, subfolder = match.groups()
+    return repository, revision, f"{subfolder[1:]}/" if subfolder else ""
+
+
+def download(name: str, flag: str, kinds: Sequence[str] = HUB_FILES) -> Path:
+    """Download ORG/NAME, ORG/NAME@REVISION or one of them with /SUBFOLDER from the hub: its files
+    of these kinds, without those of its subfolders. Returns the folder.
 
     If it has no config.json, those of its subfolders are downloaded, so that `resolve_model` can
     name them. SystemExit if the hub does not have it.
     """
-    parts = name.split("/")
-    repository = "/".join(parts[:2])
-    subfolder = "".join(f"{part}/" for part in parts[2:])
+    repository, revision, subfolder = split_hub_id(name)
     problem = (
         f"no folder, none of {', '.join(EMBEDDED)}, smollm2, and the hub does not give it "
         "(HF_ENDPOINT: a mirror)"
     )
     with user_errors(f"{flag} {name}: {problem}"):
-        snapshot = hub.snapshot_download(
-            repository,
-            allow_patterns=[subfolder + kind for kind in HUB_FILES],
-            ignore_patterns=f"{subfolder}*/*",
-        )
+        try:
+            snapshot = hub.snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=[subfolder + kind for kind in kinds],
+                ignore_patterns=f"{subfolder}*/*",
+            )
+        except hub.errors.RevisionNotFoundError as error:
+            shown = revision or "main"
+            raise SystemExit(
+                f"{flag} {name}: {repository} has no branch, tag or commit {shown}"
+            ) from error
         folder = Path(snapshot, subfolder)
         if not (folder / "config.json").is_file():
-            hub.snapshot_download(repository, allow_patterns=f"{subfolder}*/config.json")
+            hub.snapshot_download(
+                repository, revision=revision, allow_patterns=f"{subfolder}*/config.json"
+            )
         return folder
+
+
+def commit_of(folder: str) -> str | None:
+    """The commit of a model's repository, if the folder is in the hub's cache; else None."""
+    _, *after = folder.split("/snapshots/")
+    commit = after[-1].partition("/")[0] if after else ""
+    return commit if COMMIT.fullmatch(commit) else None
 
 
 def cache_folder() -> Path:

@@ -12,6 +12,7 @@ from common.command_line import flag, flat
 from common.config import changed_flags, save_config
 from common.ending import at_end, reached
 from common.files import jsonable
+from common.hub import commit_of
 from common.job import Job
 from common.memory.halving import remembered_budget
 from common.progress import Progress, duration, say
@@ -207,14 +208,16 @@ def open_logger(
     config = flat(args)
     config["micro_batch_tokens"] = job.micro_batch_tokens
     if is_main and record and not checkpoints.resumes_own:
-        save_config(
-            job.output_dir,
-            config,
-            dtype=str(job.compute_dtype),
-            attention=job.attention,
-            micro_batch_tokens=job.micro_batch_tokens,
-            engine_memory=job.engine_memory,
-        )
+        chosen = {
+            "dtype": str(job.compute_dtype),
+            "attention": job.attention,
+            "micro_batch_tokens": job.micro_batch_tokens,
+            "engine_memory": job.engine_memory,
+        }
+        commit = commit_of(job.path)
+        if commit:
+            chosen["model_commit"] = commit
+        save_config(job.output_dir, config, **chosen)
     trackers = None
     if is_main:
         trackers = Trackers(job.run.log, job.output_dir, config)

@@ -4,7 +4,16 @@ from helpers import ROOT
 from vl import build_tokenizer
 
 TEMPLATES = ROOT / "tests" / "templates"
-END = {"llama-3.1": "<|eot_id|>", "mistral-nemo": "</s>", "devstral": "</s>"}
+END = {
+    "deepseek-r1": "<｜end▁of▁sentence｜>",
+    "devstral": "</s>",
+    "gemma-3": "<end_of_turn>",
+    "gemma-4": "<turn|>",
+    "gpt-oss": "<|return|>",
+    "llama-3.1": "<|eot_id|>",
+    "mistral-nemo": "</s>",
+    "nemotron-nano-v2": "<SPECIAL_12>",
+}
 SPECIAL = [
     "<|python_tag|>",
     "<|eom_id|>",

@@ -1,10 +1,12 @@
-"""Supervised data as token ids, masks and pictures; common/data/formats.py reads the rows.
+"""Supervised data as token ids, masks and pictures; common/data/formats.py reads the rows,
+common/data/turns.py finds the assistant's turns in their text.
 
 Only the assistant's words and the token that ends its turn are trained on: never headers, other
 roles, pictures or padding.
 """
 
 import gc
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -24,8 +26,6 @@ from common.data.formats import (
 from common.data.media import count_tokens, open_media
 from common.data.protocols import native_calls, spacing
 from common.data.render import (
-    after_last_turn,
-    breakdowns_as_bad_rows,
     default_system,
     encode,
     end_of_text,
@@ -37,10 +37,11 @@ from common.data.scan import (
     Fingerprint,
     KnownTokens,
     ScanReport,
+    SplitRows,
     max_num_tokens,
-    num_shared,
     once_per_machine,
 )
+from common.data.turns import THOUGHTS_OPEN, Sample, ids_and_mask, read_samples
 from common.distributed import World
 from common.files import shorten
 from common.pictures import BadRow, Media
@@ -49,132 +50,46 @@ from common.torch_repair import transformers
 from common.types import Episode
 from common.vision import UNREAD_PICTURES, Vision
 
-# turns of the assistant: the template renders all messages before each, in quadratic time
-MAX_TURNS = 500
 MAX_NOTED_KEYS = 10  # keys of messages that are not read
 LONG = 2**20  # characters: the scan tokenizes longer texts, in case the tokenizer breaks down
 
 
-def read_turns(
-    messages: list[dict], tokenizer, max_tokens: int
-) -> tuple[str, dict[int, tuple[int, int]]]:
-    """The text of a conversation up to the end of the assistant's last turn, and its turns.
-
-    The turns are {index of the message: (start, end)}: the characters that the assistant writes,
-    its end token included. If there are very many, those after the cut at `max_tokens` are left
-    out. BadRow if the template changes earlier turns.
-    """
-    indices = []
-    for i, message in enumerate(messages):
-        if i > 0 and message["role"] == "assistant":
-            indices.append(i)
-    template = partial(
-        tokenizer.apply_chat_template, tools=messages[0].get("tools"), tokenize=False
-    )
-    text = template(messages[: indices[-1] + 1])
-    cut = len(text)
-    if len(indices) > MAX_TURNS and tokenizer.is_fast:
-        _, offsets = offsets_of(text, tokenizer)
-        cut = offsets[:max_tokens, 1].max()
-    turns: dict[int, tuple[int, int]] = {}
-    end = 0
-    for i in indices:
-        header = template(messages[:i], add_generation_prompt=True)
-        start = len(header)
-        if start >= cut:
-            break
-        if len(turns) == MAX_TURNS:
-            raise BadRow(
-                f"more than {MAX_TURNS} turns of the assistant: split it, or lower --max-tokens"
-            )
-        full = text if i == indices[-1] else template(messages[: i + 1])
-        is_appended = full.startswith(header) and start >= end
-        end = end_of_last_turn(start, full, tokenizer)
-        if not is_appended or not text.startswith(full[:end]):
-            raise BadRow(
-                "the chat template rewrites earlier turns: masks cannot be derived turn by turn"
-            )
-        turns[i] = (start, end)
-    return text[:end], turns
-
-
-def end_of_last_turn(start: int, text: str, tokenizer) -> int:
-    """Where a text's last turn, which begins at `start`, ends: after its end token.
-
-    Without an end token the turn ends with the text.
-    """
-    end_token = tokenizer.eos_token
-    tail = after_last_turn(tokenizer)
-    if text.endswith(tail):
-        place = text.find(end_token, len(text) - len(tail))
-    else:
-        place = text.rfind(end_token)
-    return place + len(end_token) if place >= start else len(text)
-
-
-def ids_and_mask(text: str, spans: list[tuple[int, int]], tokenizer) -> tuple[list[int], list[int]]:
-    """The ids of a text, and its mask: 1 for a token with a character in one of the spans.
-
-    spans: (start, end) in characters. The text is tokenised whole: parts would have other ids
-    where the tokenizer puts a space in front.
-    """
-    if not tokenizer.is_fast:
-        return ids_and_mask_without_offsets(text, spans, tokenizer)
-    ids, offsets = offsets_of(text, tokenizer)
-    starts, ends = offsets.T
-    mask = np.zeros(len(ids), dtype=np.int64)
-    for start, end in spans:
-        first = np.searchsorted(ends, start, side="right")
-        stop = np.searchsorted(starts, end, side="left")
-        mask[first:stop] = 1
-    return ids, mask.tolist()
-
-
-def ids_and_mask_without_offsets(
-    text: str, spans: list[tuple[int, int]], tokenizer
-) -> tuple[list[int], list[int]]:
-    """`ids_and_mask` for a tokenizer that gives no offsets.
-
-    A span begins at the first token that differs between the whole text and the text before the
-    span.
-    """
-    ids = encode(tokenizer, text)
-    mask = [0] * len(ids)
-    for start, end in spans:
-        first = num_shared(ids, encode(tokenizer, text[:start]))
-        stop = num_shared(ids, encode(tokenizer, text[:end]))
-        mask[first:stop] = [1] * (stop - first)
-    return ids, mask
-
-
-def offsets_of(text: str, tokenizer) -> tuple[list[int], np.ndarray]:
-    """The ids of a text, and the characters where each token starts and ends [L, 2] int64."""
-    with breakdowns_as_bad_rows():
-        tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = np.array(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    return tokens["input_ids"], offsets
-
-
-def conversation_episode(
+def conversation_episodes(
     conversation: Conversation,
     media: list[Media],
     tokenizer,
     vision: Vision | None,
     index: int,
     max_tokens: int,
-) -> Episode:
-    """Token ids and loss mask, cut at `max_tokens`, or before a picture that does not fit.
+) -> list[Episode]:
+    """The samples of a conversation: one, or if the chat template rewrites earlier turns one for
+    each turn that is trained on. Those with nothing to learn within `max_tokens` are left out;
+    BadRow if none remains."""
+    messages = conversation.messages
+    samples, _ = read_samples(messages, conversation.train, tokenizer, max_tokens)
+    episodes: list[Episode] = []
+    for sample in samples:
+        spans = [span for i, span in sample.turns.items() if conversation.train[i]]
+        ids, mask = ids_and_mask(sample.text, spans, tokenizer)
+        media_of_sample = media[: sample.num_pictures(messages)]  # the others are of later turns
+        episode = cut_episode(ids, mask, media_of_sample, vision, max_tokens)
+        if episode is not None:
+            episodes.append(replace(episode, prompt_index=index, sample_index=len(episodes)))
+    if not episodes:
+        raise BadRow(f"nothing to learn in its first {max_tokens} tokens")
+    return episodes
 
-    The tokens before the first trained one are the prompt. BadRow if none is trained.
+
+def cut_episode(
+    ids: list[int], mask: list[int], media: list[Media], vision: Vision | None, max_tokens: int
+) -> Episode | None:
+    """An episode that is cut at `max_tokens`, or before a picture that does not fit; None if
+    nothing of it is trained on.
+
+    The tokens before the first trained one are its prompt. ids: one for each of `media`.
     """
-    text, turns = read_turns(conversation.messages, tokenizer, max_tokens)
-    spans = [span for i, span in turns.items() if conversation.train[i]]
-    ids, mask = ids_and_mask(text, spans, tokenizer)
     cut = max_tokens
     if vision:
-        placeholders = vision.placeholders.values()
-        num_media = sum(token in placeholders for token in ids)
-        media = media[:num_media]  # the others are of later turns
         ids, mask = expand_pictures(ids, mask, media, vision)
         spans = vision.spans(ids, media)
         cut = cut_place(spans, max_tokens)
@@ -182,10 +97,10 @@ def conversation_episode(
     ids = ids[:cut]
     mask = mask[:cut]
     if 1 not in mask:
-        raise BadRow(f"nothing to learn in its first {max_tokens} tokens")
+        return None
     prompt_length = mask.index(1)
     return Episode(
-        prompt_index=index,
+        prompt_index=0,
         sample_index=0,
         prompt_ids=ids[:prompt_length],
         response_ids=ids[prompt_length:],
@@ -266,7 +181,7 @@ class Conversations:
         self.media_root = media_root
         self.known_tokens = KnownTokens(tokenizer, num_embeddings)
         # called only for rows with tools or calls, as they render the template
-        self.is_native = partial(native_calls, tokenizer, str(tokenizer.chat_template))
+        self.is_native = partial(has_own_calls, tokenizer, str(tokenizer.chat_template))
         self.system_text = partial(default_system, tokenizer)
         self.placeholders: list[str] = []
         if vision:
@@ -293,13 +208,14 @@ class Conversations:
         progress = self.files.progress()
         fingerprint = Fingerprint()
         unread: Counter[tuple[str, ...]] = Counter()  # of each row
+        split = SplitRows()
         for i, record in enumerate(self.files.records()):
             progress.add()
             fingerprint.add(record)
             try:
                 conversation, has_control_tokens = self._read(record)
                 picture_tokens = self._picture_tokens(i, conversation)
-                self._check_rendering(conversation, picture_tokens)
+                lengths = self._check_rendering(conversation, picture_tokens)
             except BadRow as error:
                 report.bad_rows[i] = str(error)
                 continue
@@ -307,6 +223,9 @@ class Conversations:
             texts = [text_of(message) for message in conversation.messages]
             num_characters = sum(len(text) for text in texts)
             report.costs[i] = sum(picture_tokens) + num_characters / 4
+            if len(lengths) > 1:
+                split.add(lengths)
+                report.costs[i] *= sum(lengths) / lengths[-1]
             if conversation.last_two_turns:
                 note = (
                     "are Pixel Reasoner's: only their last two turns are trained on, unless "
@@ -316,6 +235,8 @@ class Conversations:
             report.note_misreadings(
                 "".join(texts), picture_tokens, has_control_tokens, self.tokenizer
             )
+        if split.num_rows > 0:
+            report.notes[str(split)] = split.num_rows
         note_unread_keys(unread, report.notes)
         report.fingerprint = str(fingerprint)
         return report
@@ -355,12 +276,18 @@ class Conversations:
             for picture in conversation.pictures
         ]
 
-    def _check_rendering(self, conversation: Conversation, picture_tokens: list[int]) -> None:
-        """BadRow if the template loses a message, or the cut leaves nothing to learn."""
+    def _check_rendering(self, conversation: Conversation, picture_tokens: list[int]) -> list[int]:
+        """BadRow if the template loses a message, or the cut leaves nothing to learn.
+
+        Returns the lengths of its samples in tokens, after the cut, if it is trained turn by turn;
+        else [].
+        """
         messages = up_to_last_turn(conversation.messages)
         try:
             rendered = self._render(messages)
-            text, turns = read_turns(messages, self.tokenizer, self.max_tokens)
+            samples, is_split = read_samples(
+                messages, conversation.train, self.tokenizer, self.max_tokens
+            )
             rendered.encode()  # a ValueError for half a surrogate pair
         except BadRow:  # a ValueError, too
             raise
@@ -368,18 +295,51 @@ class Conversations:
             # for example, a tool call without a name
             raise BadRow(f"cannot be rendered: {error}") from error
         self._check_tool_calls(messages, rendered)
+        if is_split:
+            return self._check_split(messages, samples, picture_tokens)
         flat = without_spaces(rendered)
         check_thoughts(messages, flat)
         check_texts(messages, flat)
-        self.known_tokens.check(text)
+        (sample,) = samples
+        self.known_tokens.check(sample.text)
         if len(rendered) > LONG:
-            encode(self.tokenizer, text)  # BadRow if the tokenizer breaks down
+            encode(self.tokenizer, sample.text)  # BadRow if the tokenizer breaks down
         first_trained = conversation.train.index(True)
-        if first_trained not in turns:
+        if first_trained not in sample.turns:
             raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens")
-        start, _ = turns[first_trained]
+        start, _ = sample.turns[first_trained]
         num_before = sum(num_pictures(message) for message in messages[:first_trained])
-        self._check_header(text[:start], num_before, picture_tokens)
+        self._check_header(sample.text[:start], num_before, picture_tokens)
+        return []
+
+    def _check_split(
+        self, messages: list[dict], samples: list[Sample], picture_tokens: list[int]
+    ) -> list[int]:
+        """As `_check_rendering`, for the samples of a row that is trained turn by turn."""
+        lengths: list[int] = []
+        too_long: BadRow | None = None
+        for sample in samples:
+            ((last, (start, end)),) = sample.turns.items()
+            prompt = sample.text[:start]
+            check_prompt(messages[:last], without_spaces(prompt))
+            # a prompt may open the thoughts that the message's text begins with
+            thoughts_start = len(prompt.rstrip().removesuffix(THOUGHTS_OPEN))
+            turn = without_spaces(sample.text[thoughts_start:end])
+            check_thoughts([messages[last]], turn)
+            check_texts([messages[last]], turn)
+            self.known_tokens.check(sample.text)
+            num_before = sum(num_pictures(message) for message in messages[:last])
+            try:
+                self._check_header(prompt, num_before, picture_tokens[:num_before])
+            except BadRow as error:
+                too_long = error
+                continue
+            length = len(encode(self.tokenizer, sample.text))
+            length += sum(picture_tokens[:num_before]) - num_before
+            lengths.append(min(length, self.max_tokens))
+        if too_long and not lengths:
+            raise too_long
+        return lengths
 
     def _render(self, messages: list[dict]) -> str:
         return self.tokenizer.apply_chat_template(
@@ -422,20 +382,29 @@ class Conversations:
     def __len__(self) -> int:
         return len(self.usable)
 
-    def episode(self, n: int) -> Episode | None:
-        """Row n as an episode; None, after a warning, if it cannot be used now: such as when a
-        picture has gone."""
+    def episodes(self, n: int) -> list[Episode]:
+        """The samples of row n, see `conversation_episodes`; [], after a warning, if it cannot be
+        used now: such as when a picture has gone."""
         i = int(self.usable[n])
         try:
             conversation, _ = self._read(self.files.row(i))
             media = self._media(i, conversation)
-            return conversation_episode(
+            return conversation_episodes(
                 conversation, media, self.tokenizer, self.vision, i, self.max_tokens
             )
         except (BadRow, TemplateError) as error:
             place = self.files.place(i)
             print(f"warning: {self.files.flag}: {place}: {error}; left out", flush=True)
-            return None
+            return []
+
+
+def has_own_calls(tokenizer, chat_template: str) -> bool:
+    """Whether the chat template offers and calls tools in a way of its own, even if in one that
+    nothing here reads."""
+    try:
+        return native_calls(tokenizer, chat_template) is not None
+    except ValueError:
+        return re.search(r"\btools\b", chat_template) is not None
 
 
 def up_to_last_turn(messages: list[dict]) -> list[dict]:
@@ -448,16 +417,28 @@ def up_to_last_turn(messages: list[dict]) -> list[dict]:
 
 
 def check_thoughts(messages: list[dict], flat: str) -> None:
-    """BadRow if the template leaves out all reasoning_content. flat: the text without white
-    space."""
-    thoughts = []
-    for message in messages:
-        if message.get("reasoning_content"):
-            thoughts.append(without_spaces(str(message["reasoning_content"])))
-    if thoughts and not any(thought in flat for thought in thoughts):
-        raise BadRow(
-            "the chat template leaves out reasoning_content: write it as <think> into the contents"
-        )
+    """BadRow if the template leaves out all thoughts that have a key of their own. flat: the text
+    without white space."""
+    for key, other_key in (("reasoning_content", "thinking"), ("thinking", "reasoning_content")):
+        thoughts = []
+        for message in messages:
+            if message.get(key):
+                thoughts.append(without_spaces(str(message[key])))
+        if thoughts and not any(thought in flat for thought in thoughts):
+            raise BadRow(
+                f"the chat template leaves out {key}: write it as <think> into the contents, or "
+                f"call it {other_key} if the template reads that"
+            )
+
+
+def check_prompt(messages: list[dict], flat: str) -> None:
+    """BadRow if the template leaves out a text that a turn answers to. What the assistant has said
+    before may be left out, and a system message may stand anywhere."""
+    systems = [message for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] not in ("system", "assistant")]
+    for system in systems:
+        check_texts([system], flat)
+    check_texts(others, flat)
 
 
 def check_texts(messages: list[dict], flat: str) -> None:

@@ -38,7 +38,8 @@ FORMATS = (
     "messages, question and answer, prompt and extra_info.answer, message_list, or conversations"
 )
 # keys of a message that are kept: flags of training, and what a template may read
-KEPT = ("train", "loss", "weight", "tool_calls", "tool_call_id", "name", "reasoning_content")
+KEPT = ("train", "loss", "weight", "tool_calls", "tool_call_id", "name")
+KEPT += ("reasoning_content", "thinking")
 READ = {"role", "content", "from", "value", *KEPT}
 # values of `train` and `loss`
 LEFT_OUT = (False, "false", "False")

@@ -54,6 +54,30 @@ class ScanReport:
             self.notes[note] += 1
 
 
+@dataclass
+class SplitRows:
+    """What it costs that rows are trained turn by turn: a note of them."""
+
+    num_rows: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0  # of all samples
+    num_last_tokens: int = 0  # of the last sample of each row: about those of the row as one text
+
+    def add(self, lengths: list[int]) -> None:
+        """lengths: of a row's samples, in tokens."""
+        self.num_rows += 1
+        self.num_samples += len(lengths)
+        self.num_tokens += sum(lengths)
+        self.num_last_tokens += lengths[-1]
+
+    def __str__(self) -> str:
+        return (
+            f"are trained turn by turn, as {self.num_samples} samples: the chat template shows "
+            f"their earlier turns differently later (docs/sft.md); {self.num_tokens:,} tokens "
+            f"instead of {self.num_last_tokens:,}"
+        )
+
+
 class Fingerprint:
     """A hash of rows: of their order and of all that they hold."""
 

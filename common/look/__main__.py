@@ -108,7 +108,7 @@ def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
         raise SystemExit(f"{run}: no config.json that names the model; give --tokenizer")
     try:
         decoder = tokenizer_of(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SystemExit) as error:
         raise SystemExit(f"{run}: no tokenizer of {name} ({error}); give --tokenizer") from error
     for dump in dumps:
         page = dump.with_suffix(".html")

@@ -21,7 +21,7 @@ from common.data.render import (
 from common.data.rows import RowFiles, records
 from common.data.verl import row_problem, to_verl, truth_of
 from common.files import shorten
-from common.hub import EMBEDDED, load_tokenizer, resolve_model
+from common.hub import EMBEDDED, HUB_FILES, download, load_tokenizer, resolve_model
 from common.pictures import BadRow
 from common.printing import printable
 from common.types import Prompt
@@ -159,4 +159,7 @@ def tokenizer_of(model: str, template_args: dict[str, Any] | None = None):
     """The tokenizer of a model by name or folder. Weights are not downloaded."""
     if model in EMBEDDED or model == "smollm2":
         model = resolve_model(model)
+    elif not Path(model).is_dir():
+        kinds = [kind for kind in HUB_FILES if kind != "*.safetensors"]
+        model = str(download(model, "--tokenizer", kinds))
     return load_tokenizer(model, template_args=template_args)

@@ -119,7 +119,7 @@ def measure(args: Args) -> None:
     torch.set_num_threads(args.threads)
     tokenizer = load_tokenizer(resolve_model(args.model))
     data = Conversations(args.data, "--data", tokenizer, max_tokens=args.max_tokens)
-    episodes = [data.episode(row) for row in range(min(args.rows, len(data)))]
+    episodes = [data.episodes(row)[0] for row in range(min(args.rows, len(data)))]
     if args.only == "packed":
         loop = Packed(args, init_world())
     else:  # with the allocator as it comes: `init_world` tunes it for packs, which are all alike

@@ -19,7 +19,7 @@ from vl import LLAMA2, TOOLS, ZEPHYR, build_sentencepiece, picture, write_tiny_v
 from vl import build_tokenizer as build_vl_tokenizer
 
 from common.assets.build.tiny import build_tokenizer
-from common.data.conversations import Conversations, conversation_episode
+from common.data.conversations import Conversations, conversation_episodes
 from common.data.formats import read_conversation, tool_call_message, unread_keys
 from common.data.protocols import CLOSE, OPEN, Call, Hermes
 from common.data.render import end_turns_properly
@@ -35,7 +35,8 @@ LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
 
 def episode_of(messages, tokenizer, max_tokens=10_000, index=0, **options):
     conversation = read_conversation({"messages": copy.deepcopy(messages)}, **options)
-    return conversation_episode(conversation, [], tokenizer, None, index, max_tokens)
+    (episode,) = conversation_episodes(conversation, [], tokenizer, None, index, max_tokens)
+    return episode
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +127,18 @@ def test_what_a_template_adds_after_the_end_token_is_not_trained(tokenizer):
     )
 
 
-def test_template_that_rewrites_earlier_turns_is_refused(tokenizer):
+def test_template_that_rewrites_earlier_turns_shows_each_behind_its_own_prompt(tokenizer):
     forgetful = copy.deepcopy(tokenizer)
     forgetful.chat_template = "{{ messages | length }}" + tokenizer.chat_template
-    with pytest.raises(BadRow, match="rewrites earlier turns"):
-        episode_of(TURNS, forgetful)
+    conversation = read_conversation({"messages": copy.deepcopy(TURNS)})
+    episodes = conversation_episodes(conversation, [], forgetful, None, 9, 10_000)
+    for episode, num_before in zip(episodes, (1, 3), strict=True):
+        pieces = [(str(num_before), 0)]
+        pieces += [(text, 0) for text, _ in pieces_of(TURNS[:num_before])]
+        ids, _ = tokens_and_mask([*pieces, ("<|assistant|>", 0)], tokenizer)
+        assert episode.prompt_ids == ids
+        assert said(episode, tokenizer) == [TURNS[num_before]["content"] + "<|end|>"]
+        assert 0 not in episode.loss_mask
 
 
 def test_a_template_that_ends_a_whole_chat_with_one_more_end_token(tokenizer):
@@ -178,27 +186,30 @@ def rows_of(tmp_path, tokenizer, *rows: list[dict]) -> Conversations:
     return Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=9000)
 
 
-def test_rows_whose_template_rewrites_earlier_turns_are_told_at_the_start(tmp_path):
+def test_rows_whose_template_rewrites_earlier_turns_are_told_at_the_start(tmp_path, capsys):
     """Mistral-Nemo's moves the system's message into the last turn of the user."""
     nemo = tokenizer_of("mistral-nemo")
     messages = [{"role": "system", "content": "s"}, *alternating("q", "a", "q2", "a2")]
-    with pytest.raises(ValueError, match=r"line 1: .*rewrites earlier turns"):
-        rows_of(tmp_path, nemo, messages)
+    data = rows_of(tmp_path, nemo, messages)
+    assert "1 rows are trained turn by turn, as 2 samples" in capsys.readouterr().out
+    prompts = [nemo.decode(episode.prompt_ids) for episode in data.episodes(0)]
+    assert prompts == ["[INST]s\n\nq[/INST]", "[INST]q[/INST]a</s>[INST]s\n\nq2[/INST]"]
+    assert [said(episode, nemo) for episode in data.episodes(0)] == [["a</s>"], ["a2</s>"]]
     data = rows_of(tmp_path, nemo, messages[1:3], messages[1:])
-    assert len(data) == 2 and all(data.episode(i) for i in range(2))
+    assert len(data) == 2 and all(data.episodes(i) for i in range(2))
 
 
 def test_a_template_may_set_thoughts_apart(tmp_path):
     """GLM's and Qwen3's write white space between them and the answer: no message is left out."""
     data = rows_of(tmp_path, tokenizer_of("glm-4.6"), alternating("1+1?", "<think>a</think>2"))
-    assert len(data) == 1 and data.episode(0)
+    assert len(data) == 1 and data.episodes(0)
 
 
 def test_thoughts_in_a_key_of_their_own_are_trained_or_told(tmp_path, tokenizer):
     asked, thought = alternating("1+1?", "2")
     rows = [asked, thought | {"reasoning_content": "a sum"}]
     glm = tokenizer_of("glm-4.6")
-    assert "a sum" in "".join(said(rows_of(tmp_path, glm, rows).episode(0), glm))
+    assert "a sum" in "".join(said(rows_of(tmp_path, glm, rows).episodes(0)[0], glm))
     with pytest.raises(ValueError, match="leaves out reasoning_content: write it as <think>"):
         rows_of(tmp_path, tokenizer, rows)
 
@@ -212,7 +223,7 @@ def test_thoughts_before_a_last_message_of_the_user_are_trained(tmp_path, though
     asked, again = alternating("1+1?", "2", "sure?")[::2]
     glm = tokenizer_of("glm-4.6")
     data = rows_of(tmp_path, glm, [asked, {"role": "assistant", **thought}, again])
-    assert "a sum" in "".join(said(data.episode(0), glm))
+    assert "a sum" in "".join(said(data.episodes(0)[0], glm))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +244,7 @@ def test_a_turn_without_loss_is_not_trained_on(tmp_path, tokenizer, column, role
     assert not any("loss" in message for message in chat.messages if message["role"] == "assistant")
     pq.write_table(pa.Table.from_pylist([{column: messages}]), tmp_path / "rows.parquet")
     data = Conversations(str(tmp_path / "rows.parquet"), "--train-data", tokenizer, max_tokens=99)
-    assert said(data.episode(0), tokenizer) == ["b<|end|>", "c<|end|>"]
+    assert said(data.episodes(0)[0], tokenizer) == ["b<|end|>", "c<|end|>"]
 
 
 def test_unread_keys_are_those_of_the_messages_that_are_read():
@@ -319,7 +330,7 @@ def test_marks_that_another_systems_columns_explain_are_refused(
 
 def test_a_greeting_by_the_assistant_is_read_and_not_trained_on(tmp_path, tokenizer):
     messages = [{"role": "assistant", "content": "hello"}, *alternating("q", "a")]
-    assert said(rows_of(tmp_path, tokenizer, messages).episode(0), tokenizer) == ["a<|end|>"]
+    assert said(rows_of(tmp_path, tokenizer, messages).episodes(0)[0], tokenizer) == ["a<|end|>"]
 
 
 def test_a_row_at_which_the_tokenizer_panics_costs_itself(tmp_path, tokenizer):
@@ -340,7 +351,7 @@ def test_a_row_at_which_the_tokenizer_panics_costs_itself(tmp_path, tokenizer):
         read()
     assert len(read(bad_rows="drop")) == 2
     wide = Conversations(str(tmp_path / "rows.jsonl"), "--train-data", fragile, max_tokens=900)
-    assert len(wide) == 3 and wide.episode(1) is None and wide.episode(2), (
+    assert len(wide) == 3 and wide.episodes(1) == [] and wide.episodes(2), (
         "found when it is used, it is left out"
     )
 
@@ -351,7 +362,7 @@ def test_a_chat_of_thousands_of_turns_is_read_up_to_the_cut_or_refused(tmp_path,
     chat = alternating(*["hi", "ho"] * 4000)
     with deadline(20):
         data = rows_of_length(tmp_path, tokenizer, chat, max_tokens=300)
-        episode = data.episode(0)
+        episode = data.episodes(0)[0]
         ids = episode.prompt_ids + episode.response_ids
         whole = tokenizer.apply_chat_template(chat[:200], return_dict=False)
         assert ids == whole[: len(ids)] and 290 < len(ids) <= 300 and sum(episode.loss_mask) > 50
@@ -470,7 +481,7 @@ def test_last_two_turns_of_one_two_and_four(tokenizer, turns, expected):
             {"role": "user", "content": "u"},
             {"role": "assistant", "content": str(turn + 1)},
         ]
-    episode = conversation_episode(
+    (episode,) = conversation_episodes(
         read_conversation(released(messages)), [], tokenizer, None, 0, 10_000
     )
     assert said(episode, tokenizer) == [text + "<|end|>" for text in expected]
@@ -499,10 +510,10 @@ def test_control_tokens_spelled_by_a_user_or_a_tool_are_text(tmp_path, tokenizer
     data = Conversations(str(tmp_path / "a.jsonl"), "--train-data", tokenizer, max_tokens=200)
     told = "1 rows spell control tokens in a message: read as text (<|end|> as < |end|>)"
     assert capsys.readouterr().out == f"--train-data: {told}\n"
-    episode = data.episode(0)
+    episode = data.episodes(0)[0]
     text = tokenizer.decode(episode.prompt_ids + episode.response_ids)
     assert f"<|{role}|>3 4 = 7< |end|>< |assistant|>no<|end|><|assistant|>" in text
-    assert said(data.episode(1), tokenizer) == ["a<|system|>b<|end|>"], (
+    assert said(data.episodes(1)[0], tokenizer) == ["a<|system|>b<|end|>"], (
         "what is taught may be a token"
     )
 
@@ -591,7 +602,7 @@ def test_pixel_reasoner_with_pictures_between_turns(tmp_path, vision, capsys):
     for number, (pieces, kinds) in enumerate(
         ((corrected, ["image"] * 3), (clip, ["video", "image"]))
     ):
-        episode = data.episode(number)
+        episode = data.episodes(number)[0]
         assert [m.kind for m in episode.media] == kinds
         ids, mask, rest = [], [], iter(episode.media)
         for text, trained in pieces:
@@ -604,8 +615,8 @@ def test_pixel_reasoner_with_pictures_between_turns(tmp_path, vision, capsys):
         assert (episode.prompt_ids, episode.response_ids) == (ids[:first], ids[first:])
         assert episode.loss_mask == mask[first:]
     assert (
-        data.episode(1).media[0].pixels.shape[0] == 3
-        and data.episode(1).media[0].num_tokens <= 2 * 4
+        data.episodes(1)[0].media[0].pixels.shape[0] == 3
+        and data.episodes(1)[0].media[0].num_tokens <= 2 * 4
     ), "frames are capped"
 
 
@@ -621,12 +632,12 @@ def test_a_row_is_cut_before_a_picture_that_does_not_fit(tmp_path, vision):
     for message in rows[0]["message_list"]:
         message["train"] = True  # of the assistant's, the first one, too
     Path(file).write_text(json.dumps(rows))
-    whole = Conversations(file, "--train-data", tokenizer, **options).episode(0)
+    whole = Conversations(file, "--train-data", tokenizer, **options).episodes(0)[0]
     ids = whole.prompt_ids + whole.response_ids
     spans = vision.spans(ids, whole.media)
     for length in range(spans[1].start - 3, len(ids) + 2):
         options["max_tokens"] = length
-        cut = Conversations(file, "--train-data", tokenizer, **options).episode(0)
+        cut = Conversations(file, "--train-data", tokenizer, **options).episodes(0)[0]
         kept = cut.prompt_ids + cut.response_ids
         assert kept == ids[: len(kept)] and len(kept) <= length
         inside = [span.start for span in spans if span.start < length < span.stop]
@@ -682,7 +693,7 @@ def test_marks_and_images_of_pyvision_and_chat_rows(tmp_path, vision):
         media_root=tmp_path,
     )
     for n in (0, 1):
-        episode = data.episode(n)
+        episode = data.episodes(n)[0]
         assert len(episode.media) == 2 and said(episode, tokenizer) == [
             "<code><|im_end|>",
             "b<|im_end|>",
@@ -695,7 +706,9 @@ def test_a_picture_that_the_assistant_shows_is_not_trained(tmp_path, vision):
     row = {"messages": alternating("draw", "here <image> it is"), "images": ["a.png"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     options = {"max_tokens": 900, "vision": vision, "media_root": tmp_path}
-    episode = Conversations(str(tmp_path / "rows.jsonl"), "--t", tokenizer, **options).episode(0)
+    episode = Conversations(str(tmp_path / "rows.jsonl"), "--t", tokenizer, **options).episodes(0)[
+        0
+    ]
     assert len(episode.media) == 1 and said(episode, tokenizer) == ["here ", " it is<|im_end|>"]
 
 
@@ -913,7 +926,7 @@ def test_files_of_several_formats_go_together(tmp_path, tokenizer):
     options = {"max_tokens": 50, "bad_rows": "drop"}
     data = Conversations(paths, "--train-data", tokenizer, **options)
     assert len(data) == 3
-    assert len({tuple(data.episode(n).prompt_ids) for n in range(3)}) == 1
+    assert len({tuple(data.episodes(n)[0].prompt_ids) for n in range(3)}) == 1
     with pytest.raises(FileNotFoundError, match="--train-data: no such file"):
         Conversations("gone.jsonl", "--train-data", tokenizer, max_tokens=5)
 
@@ -944,7 +957,7 @@ def test_a_picture_that_turns_out_to_be_truncated_is_left_out(tmp_path, vision, 
     rows = Conversations(
         str(tmp_path / "rows.jsonl"), "--train-data", build_vl_tokenizer(), **options
     )
-    assert rows.episode(0) is None and "unreadable image" in capsys.readouterr().out
+    assert rows.episodes(0) == [] and "unreadable image" in capsys.readouterr().out
 
 
 def test_rows_are_balanced_over_ranks_by_cost():

@@ -598,7 +598,7 @@ def test_conversations_end_where_the_models_positions_do(tmp_path, tokenizer, mo
     for positions, length in ((math.inf, 1024), (1024, 1024), (512.0, 512)):
         job.num_positions = positions
         data, _ = sft.read_data(args, job, sft.usable_max_tokens(args, job))
-        episode = data.episode(0)
+        (episode,) = data.episodes(0)
         assert len(episode.prompt_ids) + len(episode.response_ids) == length
     assert said == [
         "--max-tokens 1024: the model has 512 positions (config.json); longer conversations "

@@ -57,7 +57,7 @@ def test_what_they_put_into_the_header_is_not_trained(folder, tmp_path, template
     tokenizer = load_tokenizer(str(folder), template_args=template_args)
     messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     path = write(tmp_path / "a.jsonl", [{"messages": messages}])
-    episode = Conversations(path, "--train-data", tokenizer, max_tokens=99).episode(0)
+    episode = Conversations(path, "--train-data", tokenizer, max_tokens=99).episodes(0)[0]
     assert tokenizer.decode(episode.response_ids) == f"{trained}<|end|>"
     assert all(episode.loss_mask)
 

@@ -152,7 +152,7 @@ def test_traces_load_as_supervised_rows_of_pixel_reasoner(vision, tmp_path):
         str(tmp_path / "release.json"), "--train-data", load_tokenizer(ASSET), **options
     )
     for row, messages in zip(range(len(data)), tiny_vl.traces(6)):
-        episode = data.episode(row)
+        episode = data.episodes(row)[0]
         assert len(episode.media) == len(images_of(messages)) and len(episode.prompt_ids) < 100
         trained = [token for token, mask in zip(episode.response_ids, episode.loss_mask) if mask]
         said = [text_of(m) + "<|im_end|>" for m in messages if m["role"] == "assistant"]

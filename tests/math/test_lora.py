@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from vl import write_tied_llama
 
 from common.distributed import repeated_blocks
-from common.export import export_hugging_face
+from common.export import export_hugging_face, save_adapter
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
 from common.lora import Base, adapters, add_adapters, merged
@@ -207,3 +207,12 @@ def test_peft_loads_the_adapter_to_the_same_logits(tmp_path, world):
     torch.testing.assert_close(of_export, of_peft, rtol=1e-5, atol=1e-5)
     adapter_config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert adapter_config["r"] == 3
+    assert (adapter_config["base_model_name_or_path"], adapter_config["revision"]) == (TINY, None)
+
+
+def test_an_adapter_names_its_base_and_the_revision_of_that(tmp_path):
+    """As PEFT reads them: its key `revision` is the base's."""
+    policy = load_model(TINY, "sdpa", lora_flags=lora())
+    save_adapter(policy, "org/model@v1", tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/model", "v1")

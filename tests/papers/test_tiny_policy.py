@@ -109,7 +109,7 @@ def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(
     turns = Turns(tokenizer, workers, vision)
     endings = set()
     for i, (messages, _) in enumerate(traces):
-        expected = taught.episode(i)
+        expected = taught.episodes(i)[0]
         said = [message["content"] for message in messages[1::2]]
         (episode,), _ = run([said], turns, asked[i])
         for name in ("prompt_ids", "response_ids", "loss_mask"):

@@ -7,14 +7,20 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import constants
 
-from common.hub import FOLDERS, load_tokenizer, resolve_model
+from common.hub import FOLDERS, commit_of, load_tokenizer, resolve_model, split_hub_id
+from common.look.show import tokenizer_of
 from common.models import load_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+EARLIER = "89abcdef0123456789abcdef0123456789abcdef"  # a commit with another model, at its root
+OLDEST = "fedcba9876543210fedcba9876543210fedcba98"  # one with a checkpoint in a subfolder
+REVISIONS = {"main": COMMIT, "v0": OLDEST, "v1": EARLIER, "refs/pr/1": EARLIER, EARLIER: EARLIER}
+FOLDER_OF_COMMIT = {COMMIT: "org/warm-start", EARLIER: "earlier", OLDEST: "oldest"}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -22,17 +28,21 @@ class Handler(BaseHTTPRequestHandler):
     each of them."""
 
     def do_GET(self, body: bool = True) -> None:
-        root, path = self.server.root, self.path.partition("?")[0]
+        root, path = self.server.root, unquote(self.path.partition("?")[0])
+        revision = path.removeprefix("/api/models/org/warm-start/revision/")
+        commit = REVISIONS.get(revision, COMMIT)
+        for other_commit in FOLDER_OF_COMMIT:
+            if other_commit in path:
+                commit = other_commit
+        folder = root / FOLDER_OF_COMMIT[commit]
         files = {
-            str(file.relative_to(root / "org/warm-start")): file
-            for file in root.rglob("*")
-            if file.is_file()
+            str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()
         }
         headers, content, status = {}, b"", 200
-        if path == "/api/models/org/warm-start/revision/main":
+        if revision in REVISIONS:
             siblings = [{"rfilename": name} for name in files]
             content = json.dumps(
-                {"id": "org/warm-start", "sha": COMMIT, "siblings": siblings}
+                {"id": "org/warm-start", "sha": commit, "siblings": siblings}
             ).encode()
         elif path.startswith("/api/models/org/warm-start/tree/"):
             entries = [
@@ -40,12 +50,14 @@ class Handler(BaseHTTPRequestHandler):
                 for n, f in files.items()
             ]
             content = json.dumps(entries).encode()
-        elif (name := path.removeprefix(f"/org/warm-start/resolve/{COMMIT}/")) in files:
+        elif (name := path.removeprefix(f"/org/warm-start/resolve/{commit}/")) in files:
             content, headers = (
                 files[name].read_bytes(),
-                {"ETag": f'"{hash(name)}"', "X-Repo-Commit": COMMIT},
+                {"ETag": f'"{hash(name)}"', "X-Repo-Commit": commit},
             )
             self.server.fetched.add(name)
+        elif path.startswith("/api/models/org/warm-start/revision/"):
+            status, headers = 404, {"X-Error-Code": "RevisionNotFound"}
         else:
             status, headers = 404, {"X-Error-Code": "RepoNotFound"}
         self.send_response(status)
@@ -63,14 +75,17 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A repository with checkpoints in subfolders, and none at its root; `fetched` is what was
-    asked of it."""
+    """A repository with checkpoints in subfolders, and none at its root, at least in its newest
+    commit; `fetched` is what was asked of it."""
     repository = tmp_path / "hub" / "org" / "warm-start"
     for name in ("checkpoint-123", "checkpoint-246"):
         shutil.copytree(FOLDERS["tiny"], repository / name)
         (repository / name / "global_step").mkdir()
         (repository / name / "global_step" / "optimizer.json").write_text("{}")
     (repository / "README.json").write_text("{}")
+    shutil.copytree(FOLDERS["tiny-vl"], tmp_path / "hub" / "earlier")
+    shutil.copytree(FOLDERS["tiny"], tmp_path / "hub" / "earlier" / "checkpoint-1")
+    shutil.copytree(FOLDERS["tiny"], tmp_path / "hub" / "oldest" / "checkpoint-0")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.root, server.fetched = tmp_path / "hub", set()
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -146,3 +161,73 @@ def test_of_a_folder_without_a_model_the_subfolders_are_named(hub, tmp_path):
     folder = tmp_path / "hub" / "org" / "warm-start"
     with pytest.raises(SystemExit, match=f"take {folder}/checkpoint-123, {folder}/checkpoint-246"):
         resolve_model(str(folder))
+
+
+@pytest.mark.parametrize("revision", ["v1", "refs/pr/1", EARLIER])
+def test_a_revision_is_fetched_and_its_commit_is_known(hub, monkeypatch, revision):
+    for _ in range(2):  # the second time without the hub, out of the cache
+        folder = resolve_model(f"org/warm-start@{revision}")
+        assert Path(folder).name == EARLIER == commit_of(folder)
+        config = (FOLDERS["tiny-vl"] / "config.json").read_bytes()
+        assert (Path(folder) / "config.json").read_bytes() == config
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert not any("/" in name for name in hub.fetched), "nothing of its subfolders"
+
+
+def test_a_revision_may_have_a_subfolder(hub):
+    folder = resolve_model("org/warm-start@v1/checkpoint-1", "--critic-model")
+    assert Path(folder).name == "checkpoint-1" and commit_of(folder) == EARLIER
+    assert all(name.startswith("checkpoint-1/") for name in hub.fetched)
+    with pytest.raises(SystemExit, match=r"org/warm-start@main/checkpoint-246$"):
+        resolve_model("org/warm-start@main")
+    assert commit_of(resolve_model("org/warm-start/checkpoint-246")) == COMMIT
+    with pytest.raises(SystemExit, match=r"take org/warm-start@v0/checkpoint-0$"):
+        resolve_model("org/warm-start@v0")
+
+
+def test_an_unknown_revision_is_named(hub):
+    with pytest.raises(SystemExit) as stop:
+        resolve_model("org/warm-start@v2/checkpoint-1", "--reward-model")
+    assert str(stop.value) == (
+        "--reward-model org/warm-start@v2/checkpoint-1: org/warm-start has no branch, tag or "
+        "commit v2"
+    )
+    with pytest.raises(SystemExit, match="--model org/nothing@v1: no folder, none of tiny"):
+        resolve_model("org/nothing@v1")
+
+
+def test_a_folder_whose_name_has_an_at_sign_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(FOLDERS["tiny"], tmp_path / "org" / "model@v1")
+    assert resolve_model("org/model@v1") == "org/model@v1"
+    assert commit_of("org/model@v1") is None
+    assert tokenizer_of("org/model@v1").get_vocab()
+
+
+def test_a_tokenizer_comes_without_weights(hub):
+    """Of a revision, and of a subfolder."""
+    for name in ("org/warm-start@v1", "org/warm-start/checkpoint-246"):
+        hub.fetched.clear()
+        assert tokenizer_of(name).get_vocab()
+        assert hub.fetched and not any(name.endswith(".safetensors") for name in hub.fetched)
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("gpt2", ("gpt2", None, "")),
+        ("gpt2@v1", ("gpt2", "v1", "")),
+        ("a/b", ("a/b", None, "")),
+        ("a/b/", ("a/b", None, "")),
+        ("a/b/c/d", ("a/b", None, "c/d/")),
+        ("a/b/c@d", ("a/b", None, "c@d/")),
+        ("a/b@v1", ("a/b", "v1", "")),
+        ("a/b@v1/c/d", ("a/b", "v1", "c/d/")),
+        ("a/b@refs/pr/12/c", ("a/b", "refs/pr/12", "c/")),
+        ("a/b@refs/c", ("a/b", "refs", "c/")),
+        ("a/b@", ("a/b@", None, "")),  # the hub refuses it
+        ("/a/b", ("/a/b", None, "")),
+    ],
+)
+def test_names_of_the_hub(name, parts):
+    assert split_hub_id(name) == parts

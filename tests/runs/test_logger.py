@@ -11,6 +11,7 @@ import tomllib
 import types
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from helpers import ROOT, deadline, run_script
 from common import config as machine
 from common import distributed, ending, logger, script, trackers
 from common.config import save_config
+from common.flags import Run
 from common.limits import usable_cpus
-from common.logger import COLUMNS, Logger, StatusLine, fitted
+from common.logger import COLUMNS, Logger, StatusLine, fitted, open_logger
 from common.look.curves import plot_curves, read_metrics
 from common.rollout.evaluation import as_sample, print_samples, summarize
 from common.types import Episode, Row
@@ -538,6 +540,28 @@ def test_nothing_but_ours_is_printed(tmp_path):
         done.stdout.startswith("no --model given: running the embedded demo\n")
         and done.stderr == ""
     )
+
+
+@pytest.mark.parametrize("commit", ["0123456789abcdef0123456789abcdef01234567", ""])
+def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, world, commit):
+    monkeypatch.setattr("common.logger.at_end", ExitStack())
+    job = SimpleNamespace(
+        world=world,
+        output_dir=tmp_path,
+        run=SimpleNamespace(log=""),
+        path=f"cache/models--org--model/snapshots/{commit}/checkpoint-1",
+        checkpoint=None,
+        compute_dtype=torch.float32,
+        attention="sdpa",
+        micro_batch_tokens=64,
+        engine_memory=0.0,
+    )
+    checkpoints = SimpleNamespace(resumes_own=False, warn_if_large=lambda: None)
+    open_logger(job, Run(model="org/model@main/checkpoint-1"), 1, checkpoints).close()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["args"]["model"] == "org/model@main/checkpoint-1"
+    assert config["chosen"].get("model_commit", "") == commit
+    assert config["chosen"]["micro_batch_tokens"] == 64
 
 
 def test_config(tmp_path):

@@ -3,6 +3,7 @@ export."""
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,6 +11,8 @@ import pytest
 from helpers import ROOT, kill_once, run_script, steps_of
 from rows import write_pixel_reasoner
 from vl import write_rows, write_tiny_vl
+
+from common.hub import FOLDERS
 
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
 NO_EVALUATION = ["--eval-every", 0, "--no-eval-before"]
@@ -133,6 +136,50 @@ def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_pa
     for file in ("preprocessor_config.json", "processor_config.json"):
         if (mixed[1] / file).exists():
             assert (tmp_path / "whole" / "model" / file).exists(), "the export lacks the processor"
+
+
+@pytest.fixture(scope="module")
+def rewriting(tmp_path_factory):
+    """The tiny model with a template that begins with the number of messages, and rows of one turn
+    and of three."""
+    folder = tmp_path_factory.mktemp("rewriting")
+    model = shutil.copytree(FOLDERS["tiny"], folder / "model")
+    template = model / "chat_template.jinja"
+    template.write_text("{{ messages | length }}" + template.read_text())
+    with (folder / "rows.jsonl").open("w") as file:
+        for i in range(5):
+            messages = []
+            for turn in range(1 + 2 * (i % 2)):
+                messages.append({"role": "user", "content": f"{i} {turn} = ?"})
+                messages.append({"role": "assistant", "content": f"<answer>{i + turn}</answer>"})
+            file.write(json.dumps({"messages": messages}) + "\n")
+    data = folder / "rows.jsonl"
+    return ["--model", model, "--train-data", data, "--eval-data", data]
+
+
+@pytest.mark.slow
+def test_rows_that_are_trained_turn_by_turn_count_once_and_resume_exactly(rewriting, tmp_path):
+    """5 rows, of which two have three samples, 2 a step: an epoch ends within the third step."""
+    options = [*rewriting, "--batch-size", 2, "--total-epochs", 2, "--total-steps", "None"]
+    options += ["--dtype", "fp32", "--save-every", 2, "--eval-every", 5]
+    done = run_script("sft.py", *options, "--output-dir", tmp_path / "whole", ranks=2)
+    assert "2 rows are trained turn by turn, as 6 samples" in done.stdout
+    steps = steps_of(tmp_path / "whole")
+    assert list(steps) == [0, 1, 2, 3, 4, 5]
+    assert [steps[step]["data/epoch"] for step in range(1, 6)] == [0.4, 0.8, 1.2, 1.6, 2.0]
+    assert [steps[step]["data/unreadable"] for step in range(1, 6)] == [0.0] * 5
+    assert sum(steps[step]["data/samples"] for step in range(1, 6)) == 2 * (3 + 2 * 3)
+    kill_once("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=2, after_step=3)
+    run_script("sft.py", *options, "--output-dir", tmp_path / "killed", ranks=2)
+    assert steps_of(tmp_path / "killed") == steps
+    weights = [
+        (tmp_path / name / "model" / "model.safetensors").read_bytes()
+        for name in ("whole", "killed")
+    ]
+    assert weights[0] == weights[1]
+    run_script("sft.py", *options, "--output-dir", tmp_path / "one")
+    losses = [steps_of(tmp_path / name)[5]["eval/loss"] for name in ("whole", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-4)
 
 
 def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):

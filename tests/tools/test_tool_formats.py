@@ -375,7 +375,7 @@ def test_supervised_rows_call_as_a_policy_has_to(name, row, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     episode = Conversations(
         str(tmp_path / "rows.jsonl"), "--t", tokenizer, max_tokens=9000
-    ).episode(0)
+    ).episodes(0)[0]
     prompt = tokenizer.decode(episode.prompt_ids)
     assert prompt.count("Add two numbers.") == 1
     schemas = [{"type": "function", "function": SCHEMA}]

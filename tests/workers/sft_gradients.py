@@ -63,7 +63,7 @@ def distances_of(
     data = Conversations(
         args.data, "--data", tokenizer, max_tokens=4096, vision=vision, media_root=args.media_root
     )
-    episodes = [data.episode(row) for row in range(len(data))]
+    episodes = [data.episodes(row)[0] for row in range(len(data))]
     kinds = {medium.kind for episode in episodes for medium in episode.media}
     assert kinds == {"image", "video"} and not all(episode.media for episode in episodes)
     count = len(TokenIndex(episodes))
