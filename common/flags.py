@@ -249,8 +249,7 @@ class Run:
     """One run: its model and folder, how long it is, when it evaluates and saves, where it goes
     on."""
 
-    # folder or hub id, also ORG/NAME@REVISION (none given: the demo); or smollm2, tiny, tiny-vl,
-    # tiny-vl-python
+    # folder or hub id[@REVISION] (none: the demo); or smollm2, tiny, tiny-vl, tiny-vl-python
     model: str = "tiny"
     output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
     seed: Limit = 0  # data order, sampling, initialisation

@@ -288,7 +288,9 @@ class Conversations:
             samples, is_split = read_samples(
                 messages, conversation.train, self.tokenizer, self.max_tokens
             )
-            rendered.encode()  # a ValueError for half a surrogate pair
+            texts = [sample.text for sample in samples] if is_split else [rendered]
+            for text in texts:
+                text.encode()  # a ValueError for half a surrogate pair
         except BadRow:  # a ValueError, too
             raise
         except (TemplateError, TypeError, ValueError) as error:

@@ -34,7 +34,7 @@ class Sample:
 
     def num_pictures(self, messages: list[dict]) -> int:
         """How many of a conversation's pictures stand in the text."""
-        return sum(num_pictures(message) for message in messages[: max(self.turns) + 1])
+        return sum(num_pictures(message) for message in messages[: max(self.turns, default=-1) + 1])
 
 
 class RewrittenTurns(Exception):
@@ -152,7 +152,8 @@ def start_of_last_turn(messages: list[dict], prompt: str, text: str, tokenizer) 
 def thoughts_of(message: dict) -> str:
     """What a turn begins with behind <think>, up to </think>. BadRow if it has no thoughts."""
     if message.get("reasoning_content"):
-        return f"{message['reasoning_content'].strip()}\n{THOUGHTS_CLOSE}\n\n"
+        thoughts = str(message["reasoning_content"]).strip()
+        return f"{thoughts}\n{THOUGHTS_CLOSE}\n\n"
     thoughts, close, _ = text_of(message).rpartition(THOUGHTS_CLOSE)
     if not close:
         raise BadRow(

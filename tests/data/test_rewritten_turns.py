@@ -272,6 +272,13 @@ def test_bad_rows_are_dropped_whole(tmp_path, capsys):
     assert "1 rows are trained turn by turn, as 3 samples" in capsys.readouterr().out
 
 
+def test_half_a_character_in_a_thought_that_is_forgotten_is_told(tmp_path):
+    messages = without_call("reasoning_content")
+    messages[1]["reasoning_content"] = "t1 \ud83d"
+    with pytest.raises(ValueError, match="line 1: cannot be rendered: 'utf-8' codec"):
+        rows_of(tmp_path, thinker("qwen3"), row_of(messages))
+
+
 def test_a_prompt_that_loses_a_question_is_told(tmp_path):
     tokenizer = thinker("qwen3")
     shown = '(message.role == "user")'
