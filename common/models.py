@@ -287,6 +287,7 @@ def read_weights(path: str, flag: str, config, assemble: Callable, options: dict
     return assembled[0]
 
 
+@torch.no_grad()  # while it runs, not while it waits for the next call
 def full_parameters(
     policy: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -302,24 +303,21 @@ def full_parameters(
     model = policy.model
     head = model.get_output_embeddings().weight
     adapted_layers = dict(adapters(model))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters(remove_duplicate=True):
-            layer_name, _, kind = name.rpartition(".")
-            if kind in ("lora_A", "lora_B"):
-                continue
-            adapted_layer = adapted_layers.get(layer_name) if kind == "weight" else None
-            tensor = parameter.detach()
-            if dtype is not None and adapted_layer is None:
-                tensor = tensor.to(dtype)
-            tensor = gathered(tensor)
-            if adapted_layer is not None:
-                tensor = merged(
-                    tensor, adapted_layer.lora_A, adapted_layer.lora_B, adapted_layer.scale
-                )
-            yield name, tensor
-            if parameter is head and "lm_head" not in name:
-                yield "lm_head.weight", tensor
-        yield from saved_buffers(model)
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        layer_name, _, kind = name.rpartition(".")
+        if kind in ("lora_A", "lora_B"):
+            continue
+        adapted_layer = adapted_layers.get(layer_name) if kind == "weight" else None
+        tensor = parameter.detach()
+        if dtype is not None and adapted_layer is None:
+            tensor = tensor.to(dtype)
+        tensor = gathered(tensor)
+        if adapted_layer is not None:
+            tensor = merged(tensor, adapted_layer.lora_A, adapted_layer.lora_B, adapted_layer.scale)
+        yield name, tensor
+        if parameter is head and "lm_head" not in name:
+            yield "lm_head.weight", tensor
+    yield from saved_buffers(model)
 
 
 def engine_weights(engine: Engine, policy: nn.Module) -> Weights:

@@ -659,7 +659,7 @@ def test_a_row_is_cut_before_the_timestamps_of_a_video_that_does_not_fit(tmp_pat
 
     def episode(max_tokens: int) -> Episode:
         options = {"max_tokens": max_tokens, "vision": vision, "media_root": tmp_path}
-        return Conversations(tmp_path / "rows.jsonl", "--data", tokenizer, **options).episode(0)
+        return Conversations(tmp_path / "rows.jsonl", "--data", tokenizer, **options).episodes(0)[0]
 
     whole = episode(1000)
     ids = whole.prompt_ids + whole.response_ids

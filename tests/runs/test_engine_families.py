@@ -119,6 +119,13 @@ def published_names(folder: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
+def test_a_sync_that_stops_in_between_leaves_gradients_on(tmp_path):
+    policy = plain_policy(write_family(tmp_path, "llama"))
+    weights = full_parameters(policy)
+    next(weights)
+    assert torch.is_grad_enabled()
+
+
 NAMED = ["qwen3_moe", "gpt_oss", "glm4_moe", "falcon_h1", "gemma3", "gemma3 as published"]
 
 
