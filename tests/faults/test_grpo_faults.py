@@ -113,6 +113,7 @@ def test_dynamic_sampling_of_a_solved_task_ends_as_any_run_does(tmp_path):
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step_000001"
 
 
+@pytest.mark.slow
 def test_a_rehearsal_changes_no_bit(plain, thirds, tmp_path):
     folder, _ = plain
     worker = ROOT / "tests/workers/rehearsed.py"

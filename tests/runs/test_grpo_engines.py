@@ -113,14 +113,15 @@ def test_what_vllm_does_not_run_exactly_is_refused_by_name(kind, command, tmp_pa
 
 
 # of the others test_architectures.py compares log-probs, test_engine_families.py single ranks
-RUNS = [("qwen3_moe", "hf")] + [
-    pytest.param(kind, engine, marks=pytest.mark.slow)
+RUNS = [
+    (kind, engine)
     for kind in KINDS_OF_MODELS
     for engine in ("hf", "vllm")
-    if (kind, engine) != ("qwen3_moe", "hf") and (engine == "hf" or kind not in REFUSED)
+    if engine == "hf" or kind not in REFUSED
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, engine", RUNS)
 def test_engines_are_exact_with_experts_and_without_a_class_of_vllm(
     kind, engine, command, tmp_path

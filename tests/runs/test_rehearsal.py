@@ -265,6 +265,7 @@ def test_pictures_of_the_largest_size_stand_where_pictures_may(
 # --- on ranks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_halve_together_and_end_where_one_alone_runs_out(tmp_path):
     worker = ROOT / "tests" / "workers" / "two_rehearsals.py"
     done = run_script(worker, tmp_path, ranks=2, check=False)
