@@ -37,6 +37,7 @@ EXPERTS = {
     "topk_group": 1,
     "sliding_window": 8,
 }
+EYES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
 OPTIONS = {  # of single kinds, beside the sizes
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 0},
     "exaone4": {"sliding_window_pattern": 2},
@@ -54,10 +55,11 @@ OPTIONS = {  # of single kinds, beside the sizes
     "mamba2": {"num_heads": 2, "head_dim": 64, "n_groups": 1},
     "mimo_v2_flash": {"num_attention_heads": 8},
     "ministral": {"head_dim": 32},
-    "qwen3_5": {"text_config": SIZES},
+    "qwen3_5": {"text_config": SIZES, "vision_config": EYES},
     "qwen3_5_moe": {
         "text_config": SIZES
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "vision_config": EYES,
     },
     "reformer": {"is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},
