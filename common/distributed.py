@@ -187,12 +187,18 @@ def abandon_backward(model: nn.Module) -> None:
     """After an exception in a forward or backward on this rank: drop gradients and FSDP2's state,
     so that the step can be repeated."""
     model.zero_grad()  # of gathered parameters
-    root = next((module for module in model.modules() if isinstance(module, fsdp.FSDPModule)), None)
-    if root is not None:
+    for root in dict.fromkeys(sharded_roots(model)):
         if not hasattr(root, "reset_iter_state"):
             raise SystemExit("torch below 2.13 cannot repeat a step: run the same command again")
         root.reset_iter_state()
     model.zero_grad()  # of shards
+
+
+def sharded_roots(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules that FSDP2 has wrapped: one, or one of each model in a ModuleList."""
+    if isinstance(model, fsdp.FSDPModule):
+        return [model]
+    return [root for child in model.children() for root in sharded_roots(child)]
 
 
 @contextmanager

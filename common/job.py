@@ -55,7 +55,7 @@ from common.manifest import (
     weights_identity,
 )
 from common.memory.plan import MemoryPlan, memory_plan
-from common.models import load_model
+from common.models import Policy, load_model
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
@@ -199,11 +199,11 @@ class Job:
         model = checked_skeleton(path, self.attention, self.machine.trust_remote_code, flag)
         check_weights(model, path, flag, headless)
 
-    def load_policy(self, from_scratch: bool = False) -> nn.Module:
-        """The policy, to be trained: float32 master weights (with LoRA the adapters alone), sharded
-        or replicated."""
+    def load_policy(self, from_scratch: bool = False, make: type[Policy] = Policy) -> nn.Module:
+        """The policy, to be trained, of the class `make`: float32 master weights (with LoRA the
+        adapters alone), sharded or replicated."""
         options = self._model_options(trained=True)
-        policy = load_model(self.path, from_scratch=from_scratch, **options)
+        policy = load_model(self.path, from_scratch=from_scratch, make=make, **options)
         policy.to(self.world.device)  # its buffers follow
         check_policy(policy, self.compute_dtype, f"--model {self.path}")
         return policy
@@ -223,9 +223,28 @@ class Job:
         if self.machine.lora_rank:
             return Base(policy)
         self._check_frozen("reference", self.path, "another reference")
-        reference = load_model(self.path, **self._model_options(trained=False))
-        reference.requires_grad_(False)
-        return reference.to("cpu" if "reference" in self.machine.offload else self.world.device)
+        return self._load_frozen(self.path)
+
+    def load_teacher(
+        self, path: str, policy: nn.Module, max_model_len: int, make: type[Policy]
+    ) -> nn.Module:
+        """A frozen teacher of the class `make`, in the dtype that FSDP2 would cast it to; with LoRA
+        the policy's base, if it has the same weights. max_model_len: longest prompt with its
+        response (tokens) that it reads."""
+        self._check_frozen("teacher", path, "another teacher")
+        if self.machine.lora_rank and path == self.path:
+            return Base(policy)
+        teacher = self._load_frozen(
+            path, flag="--teacher", make=make, lora_flags=None, max_model_len=max_model_len
+        )
+        teacher.to(self.world.device)
+        check_policy(teacher, self.compute_dtype, f"--teacher {path}")
+        return teacher.to("cpu" if "reference" in self.machine.offload else self.world.device)
+
+    def _load_frozen(self, path: str, **options: Any) -> nn.Module:
+        model = load_model(path, **self._model_options(trained=False) | options)
+        model.requires_grad_(False)
+        return model.to("cpu" if "reference" in self.machine.offload else self.world.device)
 
     def adamw(
         self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options

@@ -105,6 +105,8 @@ def ends_in_half_a_line(path: Path) -> bool:
 COLUMNS = {
     "reward/mean": ("reward", 6, ".3f"),
     "reward/accuracy": ("acc", 5, ".3f"),
+    "distill/divergence": ("div", 6, ".4f"),
+    "distill/agreement": ("agree", 5, ".3f"),
     "policy/loss": ("loss", 7, ".4f"),
     "policy/entropy": ("ent", 5, ".3f"),
     "policy/kl_to_ref": ("kl", 6, ".4f"),

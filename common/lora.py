@@ -123,12 +123,12 @@ class Base(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *inputs: object) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: object, **options: object) -> tuple[Tensor, ...]:
         layers = [layer for _, layer in adapters(self.model)]
         try:
             for layer in layers:
                 layer.adapted = False
-            return self.model(*inputs)
+            return self.model(*inputs, **options)
         finally:
             for layer in layers:
                 layer.adapted = True

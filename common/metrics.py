@@ -73,7 +73,8 @@ def rollout_means(
     """
     means = Means()
     scored = [episode for episode in episodes if math.isfinite(episode.score)]
-    means.add_total("reward/failed", len(episodes) - len(scored))
+    # an episode without rewards was not to be scored
+    means.add_total("reward/failed", sum(bool(e.rewards) for e in episodes) - len(scored))
     add_reward_means(means, scored)
     add_reward_components(means, scored)
     add_response_means(means, episodes, seconds)

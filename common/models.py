@@ -141,7 +141,7 @@ def load_model(
     lora_flags: Machine | None = None,
     seed: int = 0,
     max_model_len: int | None = None,
-    make: Callable[..., nn.Module] = Policy,
+    make: type[nn.Module] = Policy,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
     """The model of a folder, as `make` and `wrap` wrap it: parameters in `dtype` (float32 master
@@ -155,7 +155,7 @@ def load_model(
     that samples for the model, see `set_text_lengths`. SystemExit for a model that cannot be
     trained here, and for files that cannot be read or do not match it.
     """
-    is_critic = make is not Policy
+    is_critic = not issubclass(make, Policy)
     empty_model = checked_skeleton(path, attention, trust_remote_code, flag)
     if not from_scratch:
         check_weights(empty_model, path, flag, headless=is_critic)

@@ -30,6 +30,8 @@ from common.types import Episode
 from common.vision import Vision
 
 Result = TypeVar("Result")
+# the units of a micro-batch: lists of episodes that share a prompt
+Bin = list[list[int]]
 
 
 @dataclass(slots=True)
@@ -95,6 +97,8 @@ class Minibatch:
     num_tokens: float  # trained tokens on all ranks: a denominator of losses
     num_sequences: float  # episodes with a trained token, on all ranks: the other denominator
     micro_batches: list[MicroBatch]
+    # the same responses behind a teacher's prompts; the same objects if it has none of its own
+    teacher_batches: list[MicroBatch] = field(default_factory=list)
 
 
 class Packer:
@@ -111,22 +115,28 @@ class Packer:
         self.layout = layout_of(attention)
         # the step that is being trained on
         self.episodes: Sequence[Episode] = []
+        self.teacher_episodes: Sequence[Episode] | None = None
         self.index = TokenIndex([])
         self.packed: list[Minibatch] = []
 
     def minibatches(
-        self, episodes: Sequence[Episode], index: TokenIndex, split: list[list[int]]
+        self,
+        episodes: Sequence[Episode],
+        index: TokenIndex,
+        split: list[list[int]],
+        teacher_episodes: Sequence[Episode] | None = None,
     ) -> list[Minibatch]:
         """The minibatches of a step, packed; `split` has the numbers of the episodes of each. All
         ranks call it together.
 
         A minibatch without a trained token on any rank is left out: Adam would move the weights by
-        its momentum alone.
+        its momentum alone. teacher_episodes: the same ones, with the prompts that a teacher reads.
         """
         lengths = [index.lengths[numbers] for numbers in split]
         num_tokens = all_reduce([float(x.sum()) for x in lengths])
         num_sequences = all_reduce([float((x > 0).sum()) for x in lengths])
         self.episodes = episodes
+        self.teacher_episodes = teacher_episodes
         self.index = index
         self.packed = []
         for numbers, tokens, sequences in zip(split, num_tokens, num_sequences):
@@ -137,14 +147,16 @@ class Packer:
 
     def _pack(self) -> None:
         for minibatch in self.packed:
-            minibatch.micro_batches = pack(
-                self.episodes,
-                minibatch.episodes,
-                self.index,
-                budget=self.budget,
-                vision=self.vision,
-                **self.layout,
+            bins = make_bins(
+                self.episodes, minibatch.episodes, self.index, budget=self.budget, **self.layout
             )
+            minibatch.micro_batches = self._build(self.episodes, bins)
+            minibatch.teacher_batches = minibatch.micro_batches
+            if self.teacher_episodes is not None:
+                minibatch.teacher_batches = self._build(self.teacher_episodes, bins)
+
+    def _build(self, episodes: Sequence[Episode], bins: list[Bin]) -> list[MicroBatch]:
+        return [build(episodes, units, self.index, self.vision, **self.layout) for units in bins]
 
     def attempt(
         self, update: Callable[..., Result], model: nn.Module, *arguments, **options
@@ -167,12 +179,20 @@ class Packer:
 
     @torch.no_grad()
     def fill(
-        self, result: Tensor, model: nn.Module, minibatches: Sequence[Minibatch], *inputs: object
+        self,
+        result: Tensor,
+        model: nn.Module,
+        minibatches: Sequence[Minibatch],
+        *inputs: object,
+        of_teacher: bool = False,
     ) -> None:
-        """Write the first output of `model(micro_batch, *inputs)` into `result` [T]."""
+        """Write the first output of `model(micro_batch, *inputs)` into `result` [T]. of_teacher:
+        the model reads a teacher's prompts."""
 
         def write(model: nn.Module) -> None:
-            micro_batches = [batch for part in minibatches for batch in part.micro_batches]
+            micro_batches: list[MicroBatch] = []
+            for part in minibatches:
+                micro_batches += part.teacher_batches if of_teacher else part.micro_batches
             for batch in Progress("forward pass", micro_batches):
                 with forward_context(model):
                     output = model(batch.to(self.world.device), *inputs)
@@ -199,13 +219,26 @@ def pack(
     index: TokenIndex,
     *,
     budget: int,
+    vision: Vision | None = None,
+    **layout: Any,
+) -> list[MicroBatch]:
+    """Micro-batches of at most `budget` tokens that hold the episodes `selected`, in a layout of
+    `layout_of`. All ranks call it together."""
+    bins = make_bins(episodes, selected, index, budget=budget, **layout)
+    return [build(episodes, units, index, vision, **layout) for units in bins]
+
+
+def make_bins(
+    episodes: Sequence[Episode],
+    selected: Sequence[int],
+    index: TokenIndex,
+    *,
+    budget: int,
     share_prompts: bool = True,
     rows: bool = False,
     multiple: int = 1,
-    vision: Vision | None = None,
-) -> list[MicroBatch]:
-    """Micro-batches of at most `budget` tokens that hold the episodes `selected`, each padded to a
-    `multiple` of tokens, or with `rows` one below the other, each padded to the longest.
+) -> list[Bin]:
+    """The units of micro-batches of at most `budget` tokens that hold the episodes `selected`.
 
     An episode longer than the budget gets a micro-batch of its own; one without trained tokens is
     left out. All ranks must call this together: those with fewer micro-batches get empty ones, so
@@ -220,9 +253,24 @@ def pack(
     (num_bins,) = all_reduce([len(bins)], "max")
     while len(bins) < num_bins:
         bins.append([])
+    return bins
+
+
+def build(
+    episodes: Sequence[Episode],
+    units: Bin,
+    index: TokenIndex,
+    vision: Vision | None = None,
+    *,
+    share_prompts: bool = True,
+    rows: bool = False,
+    multiple: int = 1,
+) -> MicroBatch:
+    """The micro-batch of these units, a pack padded to a `multiple` of tokens, or with `rows` the
+    units one below the other, each padded to the longest."""
     if rows:
-        return [_build_rows(episodes, numbers, index, vision) for numbers in bins]
-    return [_build(episodes, units_of_bin, index, multiple, vision) for units_of_bin in bins]
+        return _build_rows(episodes, [number for (number,) in units], index, vision)
+    return _build(episodes, units, index, multiple, vision)
 
 
 def _units(
@@ -281,17 +329,17 @@ def _first_fit_decreasing(
     return [bin_.units for bin_ in bins]
 
 
-def _bins_of_rows(
-    episodes: Sequence[Episode], selected: Sequence[int], budget: int
-) -> list[list[int]]:
-    """Episodes, longest first, in bins whose number of rows times their longest is at most
-    `budget`; an episode longer than that gets one of its own."""
+def _bins_of_rows(episodes: Sequence[Episode], selected: Sequence[int], budget: int) -> list[Bin]:
+    """Units of one episode, longest first, in bins whose number of rows times their longest is at
+    most `budget`; an episode longer than that gets one of its own."""
     lengths = {i: len(episodes[i].prompt_ids) + len(episodes[i].response_ids) for i in selected}
-    bins: list[list[int]] = []
+    bins: list[Bin] = []
+    longest = 0  # of the last bin
     for i in sorted(selected, key=lambda i: lengths[i], reverse=True):
-        if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > budget:
+        if not bins or (len(bins[-1]) + 1) * longest > budget:
             bins.append([])
-        bins[-1].append(i)
+            longest = lengths[i]
+        bins[-1].append([i])
     return bins
 
 

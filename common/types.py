@@ -101,6 +101,10 @@ class Episode:
     # of one that is a function: (number of tokens sampled by then, reward)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     model_reward: float | None = None  # of --reward-model
+    # what a teacher reads in place of the prompt; [] without --teacher-prompt-column
+    teacher_prompt_ids: list[int] = field(default_factory=list)
+    # from the teacher (nats), for each of response_ids, 0.0 where loss_mask is 0; [] without one
+    divergences: list[float] = field(default_factory=list)
     row: int | None = None  # `Row.index` of its prompt
     truth: str = ""  # its ground truth: a text, or JSON
 
@@ -147,6 +151,7 @@ FINISH_REASONS = {
     "max_tool_errors": "--max-tool-errors",
     "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
     "tool_failed": "no fault of the policy (trusted tool, environment, no worker): not trained on",
+    "data": "the data set's response, of --response-column: nothing was sampled",
     "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
 }
 

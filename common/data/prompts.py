@@ -11,6 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from common.data import render
+from common.data.columns import check_column, column_value, first_part
 from common.data.media import (
     FOREIGN_COLUMNS,
     Picture,
@@ -64,7 +65,8 @@ class PromptData:
 
     max_rows: of the concatenated files, before any is dropped. has_environment_class: --environment
     is a class, not a function; then, and with --eval-only, a row needs no truth. world: all ranks
-    call this, and the first rank of each machine scans for the others.
+    call this, and the first rank of each machine scans for the others. prompt_column: takes the
+    place of "prompt", for prompts of up to `max_prompt_tokens`; EXTRA.NAME is in an object.
     """
 
     def __init__(
@@ -81,15 +83,22 @@ class PromptData:
         world: World | None = None,
         num_embeddings: int | None = None,
         has_environment_class: bool = False,
+        needs_truth: bool = True,
+        prompt_column: str = "prompt",
+        max_prompt_tokens: int | None = None,
     ):
         self.tokenizer = tokenizer
         self.vision = vision
         self.tools = tools or {}
-        self.max_prompt_tokens = rollout.max_prompt_tokens
+        self.prompt_column = prompt_column
+        self.max_prompt_tokens = max_prompt_tokens or rollout.max_prompt_tokens
+        self.longest = "--max-prompt-tokens"
+        if max_prompt_tokens:
+            self.longest += " and --max-response-tokens together,"
         self.max_images = rollout.max_images
         self.media_root = data.media_root
         self.has_environment_class = has_environment_class
-        self.needs_truth = not (rollout.eval_only or has_environment_class)
+        self.needs_truth = needs_truth and not (rollout.eval_only or has_environment_class)
         self.files = RowFiles(
             files,
             flag,
@@ -103,6 +112,7 @@ class PromptData:
             ),
             once=partial(once_per_machine, world, alike=False),
         )
+        check_column(self.files, prompt_column)
         # which rows a function answers: those with arguments for it, or all if none has any
         self.answered = "none"
         if rollout.environment and not has_environment_class:
@@ -128,7 +138,7 @@ class PromptData:
 
     def _refuse(self, report: ScanReport, drop: bool) -> None:
         self.files.refuse(report.bad_rows, "unusable rows", drop)
-        too_long = f"prompts longer than --max-prompt-tokens {self.max_prompt_tokens}"
+        too_long = f"prompts longer than {self.longest} {self.max_prompt_tokens}"
         self.files.refuse(report.too_long, too_long, drop)
 
     def _print_notes(self, report: ScanReport) -> None:
@@ -153,8 +163,8 @@ class PromptData:
         columns = None  # all: an environment's `reset` gets them, or --eval-only writes them
         if self.needs_truth:
             # those that are read, and those that show that a row is of another system
-            columns = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS)
-        rows = enumerate(self.files.records(columns))
+            columns = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS, first_part(self.prompt_column))
+        rows = enumerate(map(self._with_prompt, self.files.records(columns)))
         maybe_too_long: dict[int, tuple[str, int]] = {}
         while records := dict(islice(rows, BATCH)):
             progress.add(len(records))
@@ -337,6 +347,22 @@ class PromptData:
     def __len__(self) -> int:
         return len(self.usable)
 
+    def with_index(self, index: int) -> Row:
+        """The usable row with this `Row.index`."""
+        return self[int(np.searchsorted(self.usable, index))]
+
+    def keep(self, usable: np.ndarray) -> None:
+        """Use only rows whose `Row.index` is among these. ValueError if none is."""
+        self.usable = np.intersect1d(self.usable, usable)
+        if not len(self.usable):
+            raise ValueError(f"{self.files.flag}: no usable row is left")
+
+    def _with_prompt(self, record: dict | str) -> dict | str:
+        """The record with the prompt of `prompt_column`."""
+        if isinstance(record, str) or self.prompt_column == "prompt":
+            return record
+        return record | {"prompt": column_value(record, self.prompt_column)}
+
     def record(self, index: int) -> dict:
         """The row with this `Row.index`: all its columns, as in the file."""
         return self.files.row(index)
@@ -344,8 +370,10 @@ class PromptData:
     def __getitem__(self, i: int) -> Row:
         """Usable row i. If it cannot be read now, it has a `problem` and no prompt_ids."""
         index = int(self.usable[i])
-        columns = None if self.has_environment_class else (*REQUIRED, *OPTIONAL)
-        record = self.files.row(index, columns)
+        columns = None
+        if not self.has_environment_class:
+            columns = (*REQUIRED, *OPTIONAL, first_part(self.prompt_column))
+        record = self._with_prompt(self.files.row(index, columns))
         prepared = self._prepare(record)
         ground_truth = truth_of(record)
         row = Row(
@@ -386,4 +414,4 @@ class PromptData:
         row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
         num_tokens = len(row.prompt_ids)
         if num_tokens > self.max_prompt_tokens:  # the scan's count was lower
-            raise BadRow(f"{num_tokens} tokens, above --max-prompt-tokens {self.max_prompt_tokens}")
+            raise BadRow(f"{num_tokens} tokens, above {self.longest} {self.max_prompt_tokens}")

@@ -126,11 +126,16 @@ def has_environment_class(rollout: Rollout) -> bool:
 
 
 def open_prompts(
-    job: Job, data: Data, rollout: Rollout, tool_pool: "ToolPool | None"
+    job: Job,
+    data: Data,
+    rollout: Rollout,
+    tool_pool: "ToolPool | None",
+    needs_truth: bool = True,
 ) -> tuple[PromptData | None, PromptData | None]:
     """(prompts to train on, None with --eval-only; prompts to evaluate on, None without any).
 
-    If the chat template renders any of them, responses end where it ends a turn.
+    needs_truth: whether a row without a ground truth is unusable. If the chat template renders any
+    of them, responses end where it ends a turn.
     """
     tools: dict[str, Tool] | None = tool_pool.tools if tool_pool else None
     train_data = None
@@ -149,6 +154,7 @@ def open_prompts(
             "tools": tools,
             "num_embeddings": job.num_embeddings,
             "has_environment_class": has_environment_class(rollout),
+            "needs_truth": needs_truth,
         }
         if not rollout.eval_only:
             train_data = PromptData(data.train_data, max_rows=data.max_rows, **options)

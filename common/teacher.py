@@ -1,0 +1,174 @@
+"""The teacher of a distillation: whether it reads the student's tokens, and prompts of its own."""
+
+from typing import TYPE_CHECKING
+
+from common.data.columns import check_column, column_value, first_part, text_problems
+from common.data.prompts import PromptData
+from common.data.render import encode
+from common.exactness import exact_attention, refuse_inexact
+from common.files import DAMAGE, user_errors
+from common.flags import Data, Rollout
+from common.hub import load_tokenizer, resolve_model
+from common.job import Job
+from common.rotary import num_positions
+from common.types import Episode, Row
+from common.vision import load_vision, skeleton
+
+if TYPE_CHECKING:
+    from common.tools.pools import ToolPool
+
+MOST_SHOWN = 20  # tokens of a message
+
+
+def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
+    """The folder of the teacher; that of the student if there is no name. If only rows can hold the
+    teacher, the student is read in rows, too.
+
+    max_model_len: longest prompt with its response (tokens) that it reads. SystemExit if it cannot
+    judge the student's tokens.
+    """
+    if name is None:
+        return job.path
+    path = resolve_model(name, "--teacher")
+    label = f"--teacher {path}"
+    trusts = job.machine.trust_remote_code
+    model = skeleton(path, trusts, "--teacher")
+    job.attention = exact_attention(model, job.attention, job.machine)
+    refuse_inexact(model, job.attention, label)
+    positions = num_positions(model.config.get_text_config())
+    if max_model_len > positions:
+        raise SystemExit(
+            f"--max-prompt-tokens and --max-response-tokens: the teacher reads {max_model_len} "
+            f"tokens, and {label} has {positions:.0f} positions (config.json)"
+        )
+    with user_errors(f"{label}: its tokenizer cannot be read", DAMAGE):
+        tokenizer = load_tokenizer(path, trusts)
+    check_same_tokens(
+        vocabulary(job.tokenizer),
+        vocabulary(tokenizer),
+        job.num_embeddings,
+        model.get_input_embeddings().weight.shape[0],
+        label,
+    )
+    if job.vision:
+        vision = load_vision(path, job.limits, trusts)
+        if vision is None or vision.family != job.vision.family:
+            raise SystemExit(f"{label}: does not read pictures as --model {job.path} does")
+    job.check_weights(path, "--teacher")
+    return path
+
+
+def check_same_shapes(job: Job, path: str) -> None:
+    """SystemExit unless the engine of the student can take the teacher's weights."""
+    trusts = job.machine.trust_remote_code
+    shapes = []
+    for folder in (job.path, path):
+        parameters = skeleton(folder, trusts).named_parameters()
+        shapes.append({name: parameter.shape for name, parameter in parameters})
+    if path == job.path or shapes[0] != shapes[1]:
+        reason = "is --model itself" if path == job.path else "is no model of --model's shape"
+        raise SystemExit(
+            f"--eval-teacher: {path} {reason}; evaluate it by `python grpo.py --eval-only --model "
+            f"{path} --eval-data FILES`"
+        )
+
+
+def vocabulary(tokenizer) -> dict[int, str]:
+    return {number: token for token, number in tokenizer.get_vocab().items()}
+
+
+def check_same_tokens(
+    student: dict[int, str],
+    teacher: dict[int, str],
+    student_size: int,
+    teacher_size: int,
+    label: str,
+) -> None:
+    """SystemExit if an id does not mean the same token to student and teacher. Sizes are those of
+    the models' embeddings, which may have unused rows at the end.
+
+    label: the teacher's flag and folder.
+    """
+    differing = []
+    for number in sorted(student.keys() | teacher.keys()):
+        ours = student.get(number) if number < student_size else None
+        theirs = teacher.get(number) if number < teacher_size else None
+        if ours != theirs:
+            differing.append(f"{number}: {ours!r}, {theirs!r}")
+    if not differing:
+        return
+    if len(differing) > len(student) // 2:
+        raise SystemExit(
+            f"{label}: has another tokenizer altogether ({len(differing)} of {len(student)} ids "
+            "mean another token): distillation compares distributions over the same tokens"
+        )
+    shown = "; ".join(differing[:MOST_SHOWN])
+    raise SystemExit(
+        f"{label}: {len(differing)} token ids mean something else than to the student (id: the "
+        f"student's token, the teacher's): {shown}"
+    )
+
+
+def open_teacher_prompts(
+    job: Job,
+    data: Data,
+    rollout: Rollout,
+    tool_pool: "ToolPool | None",
+    column: str,
+    train_data: PromptData,
+) -> PromptData:
+    """The prompts that the teacher reads, of the same rows; `train_data` keeps those that both can
+    use."""
+    with user_errors():
+        prompts = PromptData(
+            data.train_data,
+            data,
+            rollout,
+            tokenizer=job.tokenizer,
+            flag=f"--teacher-prompt-column {column}",
+            max_rows=data.max_rows,
+            vision=job.vision,
+            tools=tool_pool.tools if tool_pool else None,
+            world=job.world,
+            num_embeddings=job.num_embeddings,
+            needs_truth=False,
+            prompt_column=column,
+            max_prompt_tokens=rollout.max_model_len,
+        )
+        train_data.keep(prompts.usable)
+    return prompts
+
+
+class Responses:
+    """The responses of a data set: texts of a column of its rows."""
+
+    def __init__(self, job: Job, data: Data, train_data: PromptData, column: str):
+        """SystemExit for rows without one, unless --bad-rows drop leaves them out."""
+        self.tokenizer = job.tokenizer
+        self.files = train_data.files
+        self.column = column
+        with user_errors(f"--response-column {column}"):
+            check_column(self.files, column)
+            problems = text_problems(self.files, column)
+            indices = train_data.usable.tolist()
+            missing = {index: problems[index] for index in indices if index in problems}
+            self.files.refuse(missing, "rows without a response", data.bad_rows == "drop")
+            train_data.keep([index for index in indices if index not in missing])
+
+    def episode(self, prompt_index: int, row: Row, max_tokens: int) -> Episode:
+        """The response of a row as an episode, cut to `max_tokens`; its log-probs are 0."""
+        record = self.files.row(row.index, (self.column, first_part(self.column)))
+        ids = encode(self.tokenizer, column_value(record, self.column))
+        ids = [*ids, self.tokenizer.eos_token_id][:max_tokens]
+        return Episode(
+            prompt_index=prompt_index,
+            sample_index=0,
+            prompt_ids=row.prompt_ids,
+            response_ids=ids,
+            loss_mask=[1] * len(ids),
+            logprobs=[0.0] * len(ids),
+            finish_reason="data",
+            media=list(row.media),
+            row=row.index,
+            truth=row.truth,
+        )
