@@ -22,7 +22,8 @@ from common.printing import printable
 from common.torch_repair import Later, transformers
 
 hub = Later("huggingface_hub")
-FOLDERS = {name: Path(__file__).parent / "assets" / name for name in EMBEDDED}
+TEACHER = "tiny-teacher"  # of distill.py's demo: tiny after grpo.py's
+FOLDERS = {name: Path(__file__).parent / "assets" / name for name in (*EMBEDDED, TEACHER)}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 # ORG/NAME@REVISION/SUBFOLDER; ORG, a revision and subfolders may be missing. Of revisions only
@@ -58,7 +59,7 @@ def resolve_model(name: str, flag: str = "--model") -> str:
     to get there downloads. SystemExit for a folder without a config.json or a tokenizer, with the
     subfolders that have one, and for a file that cannot be read.
     """
-    if name in EMBEDDED:
+    if name in FOLDERS:
         return str(FOLDERS[name])
     if name == "smollm2" and not Path(name).is_dir():
         return prepared_smollm2(flag)
