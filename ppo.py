@@ -58,6 +58,7 @@ from common.flags import (
     Share,
     check_shared,
     parse,
+    refuse_idle_reference,
 )
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
@@ -575,10 +576,7 @@ def check_args(args: Args) -> None:
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
-    if "reference" in args.machine.offload and not has_kl(args):
-        raise SystemExit(
-            "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef"
-        )
+    refuse_idle_reference(args.machine, has_kl(args), "a --kl-reward-coef or --kl-loss-coef")
 
 
 def check_critic_warmup(args: Args, total_steps: int | None) -> None:

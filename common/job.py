@@ -319,8 +319,6 @@ def check_machine(machine: Machine, world: World) -> None:
         "offload": (world.device.type == "cuda", "a GPU"),
     }
     refuse_idle(machine, uses)
-    if machine.lora_rank and "reference" in machine.offload:
-        raise SystemExit("--offload reference has no effect: with LoRA it is the base")
 
 
 def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:
