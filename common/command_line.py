@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 import tyro
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 HELP_COLUMN = 32  # where the texts of --help begin
 
@@ -113,6 +113,8 @@ def check_range(flag_name: str, value: float, hint: Any) -> None:
                 problem = f"must not be below {bound.ge:g}"
             elif isinstance(bound, Le) and not value <= bound.le:
                 problem = f"must not be above {bound.le:g}"
+            elif isinstance(bound, Lt) and not value < bound.lt:
+                problem = f"must be below {bound.lt:g}"
             if problem:
                 raise SystemExit(f"{flag_name} {value}: {problem}")
 

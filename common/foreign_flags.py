@@ -13,11 +13,11 @@ SCRIPTS_WITH = {  # the flags that only some scripts have, without those of grou
     "--objective": "grpo.py",
     "--advantage": "grpo.py and curiosity_rl.py",
     "--reduction": "grpo.py, ppo.py and curiosity_rl.py",
-    "--clip-low": "grpo.py, ppo.py and curiosity_rl.py",
-    "--clip-high": "grpo.py, ppo.py and curiosity_rl.py",
-    "--dual-clip": "grpo.py and ppo.py",
-    "--minibatches": "grpo.py, ppo.py and curiosity_rl.py",
-    "--epochs-per-step": "grpo.py, ppo.py and curiosity_rl.py",
+    "--clip-low": "grpo.py, ppo.py, curiosity_rl.py and distill.py",
+    "--clip-high": "grpo.py, ppo.py, curiosity_rl.py and distill.py",
+    "--dual-clip": "grpo.py, ppo.py and distill.py",
+    "--minibatches": "grpo.py, ppo.py, curiosity_rl.py and distill.py",
+    "--epochs-per-step": "grpo.py, ppo.py, curiosity_rl.py and distill.py",
     "--entropy-coef": "grpo.py and ppo.py",
     "--correction": "grpo.py and ppo.py",
     "--correction-range": "grpo.py and ppo.py",
@@ -42,6 +42,15 @@ SCRIPTS_WITH = {  # the flags that only some scripts have, without those of grou
     "--curiosity-target": "curiosity_rl.py",
     "--call-penalty": "curiosity_rl.py",
     "--free-calls": "curiosity_rl.py",
+    "--teacher": "distill.py",
+    "--divergence": "distill.py",
+    "--jsd-beta": "distill.py",
+    "--estimator": "distill.py",
+    "--teacher-temperature": "distill.py",
+    "--teacher-prompt-column": "distill.py",
+    "--data-share": "distill.py",
+    "--response-column": "distill.py",
+    "--eval-teacher": "distill.py",
     "--max-tokens": "sft.py",
     "--batch-size": "sft.py",
     "--save-weights-only": "sft.py",
@@ -70,7 +79,9 @@ def refuse_foreign_flags(
 
 def all_answers(rollout_flags: set[str]) -> dict[str, str]:
     """{flag: which scripts have it, or what it is here}."""
-    answers = dict.fromkeys(rollout_flags, "grpo.py, ppo.py and curiosity_rl.py have it")
+    answers = dict.fromkeys(
+        rollout_flags, "grpo.py, ppo.py, curiosity_rl.py and distill.py have it"
+    )
     for name, scripts in SCRIPTS_WITH.items():
         verb = "have" if " and " in scripts else "has"
         answers[name] = f"{scripts} {verb} it"

@@ -148,7 +148,7 @@ def prompts_of(files, **options):
     from common.tools.environments import is_class
 
     own = {"tokenizer", "flag", "max_rows", "vision", "tools", "world", "num_embeddings"}
-    own |= {"has_environment_class"}
+    own |= {"has_environment_class", "needs_truth", "prompt_column", "max_prompt_tokens"}
     groups = [Data(), Rollout()]
     for name in options.keys() - own:
         (group,) = [group for group in groups if name in vars(group)]
@@ -271,7 +271,13 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-SCRIPTS = ["curiosity_rl.py", "grpo.py", "ppo.py", "sft.py"]  # not what users put beside them
+SCRIPTS = [
+    "curiosity_rl.py",
+    "distill.py",
+    "grpo.py",
+    "ppo.py",
+    "sft.py",
+]  # not what users put beside them
 # for runs with vLLM: filling the default's gigabyte takes a second a rank
 LITTLE_CACHE = ["--engine-memory", 0.25]
 UNEQUAL = ("time/", "memory/", "rollout/tokens_per_s")  # what an interruption may change

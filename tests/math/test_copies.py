@@ -7,29 +7,31 @@ from functools import cache
 import pytest
 from helpers import ROOT, parsed
 
-SCRIPTS = ["curiosity_rl.py", "grpo.py", "ppo.py", "sft.py"]
-RL = SCRIPTS[:3]
+SCRIPTS = ["curiosity_rl.py", "distill.py", "grpo.py", "ppo.py", "sft.py"]
+RL = ["curiosity_rl.py", "grpo.py", "ppo.py"]
 # Definitions of which each script has its own, and those that only some have for themselves.
 OWN = {"Args", "Tokens", "check_args", "main"}
 OWN_OF = {
     "policy_loss": {"grpo.py", "ppo.py"},  # ppo.py's has one objective
     # without and with the loss written out; grpo.py's is ppo.py's
-    "backward": {"curiosity_rl.py", "sft.py"},
+    "backward": {"curiosity_rl.py", "distill.py", "sft.py"},
     "evaluate": {"sft.py"},
+    "collect": {"distill.py"},
+    "Tokens.of": {"distill.py"},  # its tokens have no advantages
 }
 SHARED = {
     "group_advantages": ["curiosity_rl.py", "grpo.py"],
     "shaped_scores": ["grpo.py", "ppo.py"],
     "sequence_mean": ["grpo.py", "ppo.py"],
-    "clipped_loss": RL,
+    "clipped_loss": SCRIPTS[:4],
     "engine_correction": ["grpo.py", "ppo.py"],
     "kl_estimate": ["grpo.py", "ppo.py"],
     "has_kl": ["grpo.py", "ppo.py"],
     "token_weights": RL,
-    "split_minibatches": RL,
+    "split_minibatches": SCRIPTS[:4],
     "backward": ["grpo.py", "ppo.py"],
     "Tokens.of": RL,
-    "Tokens.__getitem__": RL,
+    "Tokens.__getitem__": SCRIPTS[:4],
 }
 
 

@@ -1,0 +1,277 @@
+"""distill.py as its users run it: ranks, real vLLM, embedded student and teacher; what rows and
+flags are refused."""
+
+import json
+import random
+import shutil
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers import LITTLE_CACHE, checked_args, metrics_of, prompts_of, run_script, steps_of
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import distill
+from common.files import user_errors
+from common.flags import Data
+from common.hub import FOLDERS
+from common.teacher import Responses, find_teacher
+
+OPTIONS = ["--model", "tiny", "--prompts-per-step", 6, "--samples-per-prompt", 2]
+OPTIONS += ["--max-prompt-tokens", 64, "--max-response-tokens", 24, "--learning-rate", 1e-4]
+OPTIONS += ["--eval-rows", 8, "--eval-every", 0, "--total-steps", 3, "--save-every", 1]
+OPTIONS += ["--keep-checkpoints", 3, "--dump-rollouts-every", 1, "--micro-batch-tokens", 256]
+TAUGHT = ["--teacher", "tiny-teacher", "--eval-teacher", "--divergence", "jsd", "--minibatches", 2]
+TAUGHT += ["--teacher-prompt-column", "extra_info.hint", "--teacher-temperature", 0.9]
+TAUGHT += ["--data-share", 0.34, *LITTLE_CACHE]
+
+
+def write_rows(file, **columns) -> str:
+    """Sums of two numbers; every second row has a truth. columns: {name: value, or a function of
+    the row's number}."""
+    generator = random.Random(0)
+    with open(file, "w") as lines:
+        for i in range(24):
+            a, b = generator.sample(range(1, 20), 2)
+            truth = {"numbers": [a, b], "target": a + b} if i % 2 == 0 else None
+            row = {
+                "data_source": "countdown",
+                "prompt": [{"role": "user", "content": f"{a} {b} = {a + b}"}],
+                "reward_model": {"ground_truth": truth},
+                "response": f"<think>{a}+{b}={a + b}</think><answer>{a}+{b}</answer>",
+                "extra_info": {
+                    "hint": [{"role": "user", "content": f"{a} {b} = {a + b} {a}+{b}={a + b}"}]
+                },
+            }
+            for name, value in columns.items():
+                row[name] = value(i) if callable(value) else value
+            lines.write(json.dumps(row) + "\n")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    data = ["--train-data", rows, "--eval-data", rows]
+    done = run_script("distill.py", *OPTIONS, *TAUGHT, *data, "--output-dir", folder, ranks=2)
+    return folder, done.stdout
+
+
+def test_a_run_learns_from_its_teacher_and_from_the_data_set(whole):
+    folder, output = whole
+    assert "teacher: eval/accuracy" in output
+    (event,) = [record for record in metrics_of(folder) if record.get("event") == "teacher"]
+    assert {"eval/teacher_accuracy", "eval/teacher_reward"} <= event.keys()
+    steps = steps_of(folder)
+    assert steps.keys() == {0, 1, 2, 3}
+    for step in (1, 2, 3):
+        metrics = steps[step]
+        assert metrics["policy/rollout_logprob_gap"] < 0.01 and metrics["optim/grad_norm"] > 0
+        assert 0 < metrics["distill/divergence"] < 0.7 and metrics["distill/teacher_entropy"] > 0
+        assert 0 < metrics["distill/agreement"] < 1 and metrics["distill/teacher_logprob"] < 0
+        assert metrics["reward/failed"] == 0 and "reward/unscored_steps" not in metrics
+
+
+def test_a_dump_has_divergences_and_what_the_teacher_read(whole):
+    tokenizer = AutoTokenizer.from_pretrained(FOLDERS["tiny"])
+    rows = pq.read_table(whole[0] / "rollouts/step_000001.parquet").to_pylist()
+    from_data = [row for row in rows if row["finish_reason"] == "data"]
+    assert len(from_data) == 2 and len(rows) == 2 + 4 * 2
+    for row in rows:
+        prompt, hint = (tokenizer.decode(row[n]) for n in ("prompt_ids", "teacher_prompt_ids"))
+        question, _, answer = prompt.partition(" = ")
+        assert question in hint and answer.split("<")[0] in hint and len(hint) > len(prompt) + 5
+        assert len(row["divergences"]) == len(row["response_ids"])
+        assert min(row["divergences"]) >= 0 and max(row["divergences"]) > 0
+        scored = json.loads(row["rewards"])
+        has_truth = row["truth"] != "null" and row["finish_reason"] != "data"
+        assert bool(scored) == has_truth
+    for row in from_data:
+        assert row["completion"].startswith("<think>") and set(row["logprobs"]) == {0.0}
+
+
+def test_a_resume_equals_an_uninterrupted_run(whole, rows, tmp_path):
+    folder, _ = whole
+    options = [*OPTIONS, *TAUGHT, "--train-data", rows, "--eval-data", rows]
+    options += ["--resume", folder / "checkpoints/step_000001", "--output-dir", tmp_path / "run"]
+    run_script("distill.py", *options, ranks=2)
+    for step in (2, 3):
+        assert steps_of(tmp_path / "run")[step] == steps_of(folder)[step]
+        dumps = [
+            pq.read_table(run / f"rollouts/step_{step:06d}.parquet").drop(["score"])  # NaN
+            for run in (folder, tmp_path / "run")
+        ]
+        assert dumps[0].equals(dumps[1])
+    exports = [run / "model/model.safetensors" for run in (folder, tmp_path / "run")]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+
+
+def test_replay_repeats_an_update_bit_for_bit(whole, rows, tmp_path):
+    folder, _ = whole
+    taught = [flag for flag in TAUGHT if flag != "--eval-teacher"]
+    options = [*OPTIONS, *taught, "--train-data", rows, "--eval-data", rows]
+    options += ["--output-dir", tmp_path / "run"]
+    options += ["--resume", folder / "checkpoints/step_000002"]
+    options += ["--replay", folder / "rollouts/step_000003.parquet"]
+    run_script("distill.py", *options, ranks=2)
+    exports = [run / "model/model.safetensors" for run in (folder, tmp_path / "run")]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+
+
+def test_another_teacher_is_refused_by_a_resume(whole, rows, tmp_path):
+    options = [
+        *OPTIONS,
+        "--teacher",
+        "tiny",
+        "--train-data",
+        rows,
+        "--eval-data",
+        rows,
+        "--engine",
+        "hf",
+    ]
+    options += ["--resume", whole[0] / "checkpoints/step_000001", "--output-dir", tmp_path / "run"]
+    done = run_script("distill.py", *options, check=False)
+    assert done.returncode == 1 and "is of another teacher, " in done.stderr, done.stderr
+
+
+def test_a_teacher_that_is_the_student_moves_no_weight(rows, tmp_path):
+    options = [
+        *OPTIONS,
+        "--teacher",
+        "tiny",
+        "--train-data",
+        rows,
+        "--eval-data",
+        rows,
+        "--engine",
+        "hf",
+    ]
+    options += ["--dtype", "fp32", "--total-steps", 1, "--output-dir", tmp_path / "run"]
+    run_script("distill.py", *options)
+    (metrics,) = [record for record in metrics_of(tmp_path / "run") if record.get("step") == 1]
+    assert metrics["distill/divergence"] == 0 and metrics["distill/agreement"] == 1
+    assert metrics["optim/grad_norm"] == 0
+    weights = load_file(tmp_path / "run/model/model.safetensors")
+    for name, tensor in load_file(FOLDERS["tiny"] / "model.safetensors").items():
+        assert torch.equal(weights[name].to(tensor.dtype), tensor), name
+
+
+def test_with_lora_the_student_learns_from_its_base_with_the_solution(rows, tmp_path):
+    """By the sampled estimator, with a ratio that is clipped."""
+    options = [*OPTIONS, "--train-data", rows, "--eval-data", rows, "--engine", "hf"]
+    options += ["--teacher-prompt-column", "extra_info.hint", "--estimator", "sampled"]
+    options += ["--dtype", "fp32"]
+    options += ["--lora-rank", 4, "--learning-rate", 1e-2, "--minibatches", 2, "--clip-low", 0.01]
+    options += ["--total-steps", 2, "--output-dir", tmp_path / "run"]
+    run_script("distill.py", *options)
+    steps = steps_of(tmp_path / "run")
+    for step in (1, 2):
+        assert steps[step]["policy/rollout_logprob_gap"] < 1e-4
+        assert steps[step]["policy/clip_fraction"] > 0 and steps[step]["policy/approx_kl"] > 0
+        assert "distill/teacher_entropy" not in steps[step]
+    assert (tmp_path / "run/model/adapter").is_dir()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("", "no --teacher: give a model to learn from"),
+        ("--teacher x --estimator sampled --divergence jsd", "estimates the reverse KL alone"),
+        ("--teacher x --estimator sampled --data-share 0.5", "tokens that the student has sampled"),
+        ("--teacher x --jsd-beta 0.2", "--jsd-beta 0.2 has no effect: needs --divergence jsd"),
+        ("--teacher x --divergence jsd --jsd-beta 1", "--jsd-beta 1.0: must be below 1"),
+        ("--teacher x --response-column y", "needs a --data-share"),
+        ("--teacher x --clip-low 0.1", "--estimator sampled, and several --minibatches"),
+        ("--teacher x --eval-teacher", "needs a --teacher and --eval-data"),
+        ("--teacher x --minibatches 200", "a minibatch needs a prompt"),
+        ("--teacher x --objective cispo", "grpo.py has it"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(arguments, message, monkeypatch, capsys):
+    given = ["--model", "m", "--train-data", "x.parquet", *arguments.split()]
+    with pytest.raises(SystemExit) as error:
+        checked_args(distill, monkeypatch, *given)
+    assert message in f"{error.value}{capsys.readouterr().err}".replace("\n", " ")
+
+
+def hints_of(file, column: str = "extra_info.hint", **options):
+    tokenizer = AutoTokenizer.from_pretrained(FOLDERS["tiny"])
+    with user_errors():
+        return prompts_of(
+            file,
+            tokenizer=tokenizer,
+            flag=f"--teacher-prompt-column {column}",
+            prompt_column=column,
+            needs_truth=False,
+            max_prompt_tokens=64,
+            **options,
+        )
+
+
+def hint_or(value):
+    def extra_info(i: int) -> dict:
+        if i == 3:
+            return value
+        return {"hint": [{"role": "user", "content": "1 2 = 3"}]}
+
+    return extra_info
+
+
+@pytest.mark.parametrize(
+    "value, reason",
+    [
+        ({}, "line 4: prompt is None"),
+        ({"hint": ""}, "line 4: prompt is empty"),
+        ({"hint": "1 " * 60}, "longer than --max-prompt-tokens and --max-response-tokens together"),
+    ],
+)
+def test_prompts_of_the_teacher_are_checked_row_by_row(value, reason, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", extra_info=hint_or(value))
+    with pytest.raises(SystemExit) as error:
+        hints_of(file)
+    assert reason in str(error.value) and "line 4" in str(error.value)
+    assert str(error.value).count("--teacher-prompt-column extra_info.hint: 1 ") == 1
+    assert 3 not in hints_of(file, bad_rows="drop").usable
+
+
+def test_responses_of_the_data_set_are_checked_row_by_row(tmp_path, job):
+    file = write_rows(tmp_path / "rows.jsonl", response=lambda i: None if i == 5 else "1+2")
+    train_data = prompts_of(file, tokenizer=job.tokenizer, needs_truth=False)
+    with pytest.raises(SystemExit) as error:
+        Responses(job, Data(), train_data, "response")
+    assert "--response-column response" in str(error.value) and "line 6" in str(error.value)
+    responses = Responses(job, Data(bad_rows="drop"), train_data, "response")
+    assert 5 not in train_data.usable and len(train_data) == 23
+    episode = responses.episode(2, train_data[0], max_tokens=24)
+    assert job.tokenizer.decode(episode.response_ids) == "1+2" + job.tokenizer.eos_token
+    assert episode.loss_mask == [1] * len(episode.response_ids)
+    cut = responses.episode(2, train_data[0], max_tokens=2)
+    assert cut.response_ids == episode.response_ids[:2]
+
+
+@pytest.fixture
+def job(monkeypatch, world, tmp_path):
+    from common.flags import Machine, Run
+    from common.job import Job
+
+    monkeypatch.setattr("common.job.init_world", lambda *_: world)
+    run = Run(model="tiny", output_dir=tmp_path / "run", resume="never")
+    return Job("distill", Data(), Machine(), run, demo=False, record=False)
+
+
+def test_a_teacher_needs_a_tokenizer_and_positions(job, tmp_path):
+    assert find_teacher(job, None, 96) == job.path
+    folder = shutil.copytree(FOLDERS["tiny-teacher"], tmp_path / "teacher")
+    with pytest.raises(SystemExit, match=r"teacher reads 2049 tokens, and --teacher .* has 2048"):
+        find_teacher(job, str(folder), 2049)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(SystemExit, match=r"--teacher .*teacher: no config.json or no tokenizer"):
+        find_teacher(job, str(folder), 96)
