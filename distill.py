@@ -42,7 +42,7 @@ Its mathematics is tested in tests/math/test_distill_math.py.
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -59,7 +59,6 @@ from common.checkpoint import Checkpoints
 from common.command_line import refuse_idle
 from common.data.prompts import PromptData
 from common.distributed import World, forward_context
-from common.divergence import MISSING_LOGPROB, Comparison, Prediction, compare
 from common.export import export_hugging_face
 from common.flags import (
     Amount,
@@ -76,9 +75,9 @@ from common.flags import (
 from common.job import Job
 from common.logger import open_logger
 from common.metrics import Means, rollout_means, rollout_metrics
-from common.models import Policy, hidden_states, logit_transform, sync_engine
+from common.models import sync_engine
 from common.optimizer import lr_factor
-from common.packing import MicroBatch, Minibatch, Packer, TokenIndex, prompts_of_all_ranks
+from common.packing import Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
 from common.progress import Progress, say
 from common.rehearsal import Rehearsal
@@ -98,7 +97,17 @@ from common.rollout.opening import (
 from common.rollout.rollouts import Rollouts
 from common.script import handle_signals, requested_exit_code, run
 from common.steps import Stopwatch, due, profiled, seed_step
-from common.teacher import Responses, check_same_shapes, find_teacher, open_teacher_prompts
+from common.teacher import (
+    Predictor,
+    Responses,
+    behind_teacher_prompts,
+    check_same_shapes,
+    evaluate_teacher,
+    find_teacher,
+    is_usable,
+    open_teacher_prompts,
+    store_divergences,
+)
 from common.types import Episode
 
 
@@ -204,40 +213,6 @@ def clipped_loss(
         clipped = clipped | ((advantages < 0) & (loss > bound))
         loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
     return loss, clipped
-
-
-class Predictor(Policy):
-    """A policy that compares its prediction with a teacher's, or gives its own as a teacher: both
-    inside of `forward`, where FSDP2 has gathered the head."""
-
-    def forward(
-        self,
-        batch: MicroBatch,
-        temperature: float = 1.0,
-        teacher: Prediction | None = None,
-        terms: partial | None = None,
-        as_teacher: bool = False,
-    ) -> Comparison | Prediction | tuple[Tensor, ...]:
-        """Log-probs [N] and entropy [N], as `Policy` has them; with a `teacher` the `Comparison` by
-        the divergence of `terms`; `as_teacher` the prediction."""
-        if teacher is None and not as_teacher:
-            return self.logprobs(batch, temperature)
-        hidden = hidden_states(self.model.base_model, batch, self.attention, self.vision)
-        head = self.model.get_output_embeddings().weight
-        transform = logit_transform(self.model.config)
-        if as_teacher:
-            # a copy: FSDP2 frees the gathered head
-            return Prediction(hidden, head.clone(), transform, temperature)
-        student = Prediction(hidden, head, transform, temperature)
-        return compare(student, teacher, batch.targets, terms)
-
-    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
-        """`Policy`'s log-probs and entropy; a teacher may lack the last words of the student's
-        vocabulary."""
-        num_words = len(self.model.get_output_embeddings().weight)
-        known = replace(batch, targets=batch.targets.clamp(max=num_words - 1))
-        logprobs, entropy = super().forward(known, temperature)
-        return torch.where(batch.targets < num_words, logprobs, MISSING_LOGPROB), entropy
 
 
 @dataclass
@@ -405,40 +380,6 @@ def collect(
             if row.problem:
                 episode.finish_reason = "unreadable"
     return episodes
-
-
-def is_trained(episode: Episode) -> bool:
-    return episode.finish_reason not in ("tool_failed", "unreadable")
-
-
-def store_divergences(episodes: list[Episode], index: TokenIndex, divergences: Tensor) -> None:
-    """Write the divergences [T] of the trained tokens into the episodes."""
-    values = divergences.tolist()
-    for number, episode in enumerate(episodes):
-        of_trained = iter(index.tokens_of(number))
-        episode.divergences = [values[next(of_trained)] if m else 0.0 for m in episode.loss_mask]
-
-
-def behind_teacher_prompts(episodes: list[Episode], args: Args) -> list[Episode] | None:
-    """The episodes as the teacher reads them; None if it reads the student's prompts."""
-    if args.teacher_prompt_column is None:
-        return None
-    return [replace(episode, prompt_ids=episode.teacher_prompt_ids) for episode in episodes]
-
-
-def evaluate_teacher(teacher: nn.Module, rollouts: Rollouts, accuracy: float | None) -> dict:
-    """eval/teacher_*: the teacher answers --eval-data, with the student's engine. accuracy: the
-    student's, if it is known."""
-    samples_file = rollouts.output_dir / f"eval_teacher{rollouts.eval_data.files.suffix}"
-    teacher.to(rollouts.world.device)
-    metrics = rollouts.evaluate(teacher, 0, samples_file)
-    teacher_accuracy = metrics.get("eval/accuracy")
-    if teacher_accuracy is not None and accuracy is not None:
-        line = f"teacher: eval/accuracy {teacher_accuracy:.3f}, the student's {accuracy:.3f}"
-        if teacher_accuracy <= accuracy:
-            line = f"warning: {line}: nothing to learn from it on --eval-data"
-        say(line)
-    return {name.replace("eval/", "eval/teacher_", 1): x for name, x in metrics.items()}
 
 
 def check_args(args: Args) -> None:
@@ -614,7 +555,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("sync"):
                 sync_engine(engine, policy, step)
             sampled = collect(rollouts, args, responses, teacher_prompts, step, watch)
-            episodes = [episode for episode in sampled if is_trained(episode)]
+            episodes = [episode for episode in sampled if is_usable(episode)]
             engine.sleep()
 
         # 4. update
@@ -624,7 +565,9 @@ def main(args: Args, demo: bool = False) -> None:
         sampled, episodes, split = balance_ranks(sampled, episodes, split, world)
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
-        teacher_episodes = behind_teacher_prompts(episodes, args)
+        teacher_episodes = None
+        if args.teacher_prompt_column:
+            teacher_episodes = behind_teacher_prompts(episodes)
         minibatches = packer.minibatches(episodes, index, split, teacher_episodes)
         teacher.to(device)
         if args.estimator == "sampled":

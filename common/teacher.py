@@ -1,15 +1,26 @@
-"""The teacher of a distillation: whether it reads the student's tokens, and prompts of its own."""
+"""The teacher of a distillation: whether it reads the student's tokens, its predictions, prompts of
+its own, and responses of the data set."""
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
 
 from common.data.columns import check_column, column_value, first_part, text_problems
 from common.data.prompts import PromptData
 from common.data.render import encode
+from common.divergence import MISSING_LOGPROB, Comparison, Prediction, compare
 from common.exactness import exact_attention, refuse_inexact
 from common.files import DAMAGE, user_errors
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
+from common.models import Policy, hidden_states, logit_transform
+from common.packing import MicroBatch, TokenIndex
+from common.progress import say
+from common.rollout.rollouts import Rollouts
 from common.rotary import num_positions
 from common.types import Episode, Row
 from common.vision import load_vision, skeleton
@@ -172,3 +183,69 @@ class Responses:
             row=row.index,
             truth=row.truth,
         )
+
+
+class Predictor(Policy):
+    """A policy that compares its prediction with a teacher's, or gives its own as a teacher: both
+    inside of `forward`, where FSDP2 has gathered the head."""
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        teacher: Prediction | None = None,
+        terms: partial | None = None,
+        as_teacher: bool = False,
+    ) -> Comparison | Prediction | tuple[Tensor, ...]:
+        """Log-probs [N] and entropy [N], as `Policy` has them; with a `teacher` the `Comparison` by
+        the divergence of `terms`; `as_teacher` the prediction."""
+        if teacher is None and not as_teacher:
+            return self.logprobs(batch, temperature)
+        hidden = hidden_states(self.model.base_model, batch, self.attention, self.vision)
+        head = self.model.get_output_embeddings().weight
+        transform = logit_transform(self.model.config)
+        if as_teacher:
+            # a copy: FSDP2 frees the gathered head
+            return Prediction(hidden, head.clone(), transform, temperature)
+        student = Prediction(hidden, head, transform, temperature)
+        return compare(student, teacher, batch.targets, terms)
+
+    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
+        """`Policy`'s log-probs and entropy; a teacher may lack the last words of the student's
+        vocabulary."""
+        num_words = len(self.model.get_output_embeddings().weight)
+        known = replace(batch, targets=batch.targets.clamp(max=num_words - 1))
+        logprobs, entropy = super().forward(known, temperature)
+        return torch.where(batch.targets < num_words, logprobs, MISSING_LOGPROB), entropy
+
+
+def is_usable(episode: Episode) -> bool:
+    return episode.finish_reason not in ("tool_failed", "unreadable")
+
+
+def store_divergences(episodes: list[Episode], index: TokenIndex, divergences: Tensor) -> None:
+    """Write the divergences [T] of the trained tokens into the episodes."""
+    values = divergences.tolist()
+    for number, episode in enumerate(episodes):
+        of_trained = iter(index.tokens_of(number))
+        episode.divergences = [values[next(of_trained)] if m else 0.0 for m in episode.loss_mask]
+
+
+def behind_teacher_prompts(episodes: list[Episode]) -> list[Episode]:
+    """The episodes as the teacher reads them."""
+    return [replace(episode, prompt_ids=episode.teacher_prompt_ids) for episode in episodes]
+
+
+def evaluate_teacher(teacher: nn.Module, rollouts: Rollouts, accuracy: float | None) -> dict:
+    """eval/teacher_*: the teacher answers --eval-data, with the student's engine. accuracy: the
+    student's, if it is known."""
+    samples_file = rollouts.output_dir / f"eval_teacher{rollouts.eval_data.files.suffix}"
+    teacher.to(rollouts.world.device)
+    metrics = rollouts.evaluate(teacher, 0, samples_file)
+    teacher_accuracy = metrics.get("eval/accuracy")
+    if teacher_accuracy is not None and accuracy is not None:
+        line = f"teacher: eval/accuracy {teacher_accuracy:.3f}, the student's {accuracy:.3f}"
+        if teacher_accuracy <= accuracy:
+            line = f"warning: {line}: nothing to learn from it on --eval-data"
+        say(line)
+    return {name.replace("eval/", "eval/teacher_", 1): x for name, x in metrics.items()}

@@ -18,9 +18,14 @@ from common.divergence import MISSING_LOGPROB, Prediction, compare
 from common.flags import Rollout
 from common.logprobs import LogitTransform
 from common.packing import Packer, TokenIndex
-from common.teacher import check_same_tokens
+from common.teacher import (
+    Predictor,
+    behind_teacher_prompts,
+    check_same_tokens,
+    store_divergences,
+)
 from common.types import Episode
-from distill import Args, Predictor, Tokens, backward, divergence_terms
+from distill import Args, Tokens, backward, divergence_terms
 
 DIVERGENCES = [("reverse-kl", 0.5), ("forward-kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.9)]
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
@@ -232,7 +237,7 @@ def packed_step(
         episodes,
         index,
         [list(range(len(episodes)))],
-        distill.behind_teacher_prompts(episodes, args),
+        behind_teacher_prompts(episodes) if args.teacher_prompt_column else None,
     )
     if args.estimator == "sampled":
         packer.fill(
@@ -283,7 +288,7 @@ def test_a_step_equals_single_forwards(case, own_prompts, tmp_path):
 def test_divergences_stand_at_their_tokens():
     episodes = some_episodes()
     index = TokenIndex(episodes)
-    distill.store_divergences(episodes, index, torch.arange(len(index), dtype=torch.float32))
+    store_divergences(episodes, index, torch.arange(len(index), dtype=torch.float32))
     flat = []
     for episode in episodes:
         assert len(episode.divergences) == len(episode.response_ids)
