@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config
 
+import distill
 import grpo
 import ppo
 from common.distributed import (
@@ -30,6 +31,7 @@ from common.flags import Machine
 from common.lora import adapters, add_adapters
 from common.packing import Minibatch, TokenIndex, pack
 from common.script import run
+from common.teacher import Predictor
 from ppo import Critic
 
 COMMON = {"temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_response_tokens": 20}
@@ -45,6 +47,8 @@ VARIANTS = {
     "cispo": make_args(grpo, **COMMON, objective="cispo", correction="truncate", kl_loss_coef=0.05),
     "ppo": make_args(ppo, **COMMON, gae_lambda=0.9),
     "critic": make_args(ppo, **COMMON, reduction="grpo"),
+    "jsd": make_args(distill, temperature=0.9, divergence="jsd", jsd_beta=0.3),
+    "sampled": make_args(distill, temperature=0.9, estimator="sampled", clip_high=0.3),
 }
 
 LAYOUTS = {
@@ -70,7 +74,10 @@ def gradient(
     )
     lengths = index.lengths[index.episode_of_token].to(dtype)
     common = (index.episode_of_token, lengths, rollout, rollout.clone(), rollout.clone())
-    if isinstance(args, grpo.Args):
+    if isinstance(args, distill.Args):
+        is_sampled = torch.ones(len(index), dtype=torch.bool)
+        tokens = distill.Tokens(is_sampled, *(rollout.clone() for _ in range(4)))
+    elif isinstance(args, grpo.Args):
         groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)
         advantages = grpo.group_advantages(scores, groups, args.advantage)[index.episode_of_token]
         tokens = grpo.Tokens(*common, advantages.to(dtype))
@@ -79,7 +86,8 @@ def gradient(
         returns, advantages = ppo.returns_and_advantages(rewards, values, index, args)
         tokens = ppo.Tokens(*common, *(x.to(dtype) for x in (advantages, values, returns)))
     batches = pack(episodes, range(len(episodes))[:: -1 if backwards else 1], index, **pack_options)
-    minibatch = Minibatch([], *all_reduce([len(index), (index.lengths > 0).sum()]), batches)
+    counts = all_reduce([len(index), (index.lengths > 0).sum()])
+    minibatch = Minibatch([], *counts, batches, teacher_batches=batches)
     if variant == "critic":
         ppo.critic_backward(model, minibatch, tokens, args, world)
         return gradients_of(model)
@@ -89,7 +97,17 @@ def gradient(
             with forward_context(model):
                 near = model(batch, args.rollout.temperature)[0]
             tokens.old_logprobs[batch.tokens] = near + 0.3 * torch.sin(10 * rollout[batch.tokens])
-            tokens.ref_logprobs[batch.tokens] = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
+            far = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
+            if isinstance(args, distill.Args):
+                tokens.teacher_logprobs[batch.tokens] = far
+            else:
+                tokens.ref_logprobs[batch.tokens] = far
+    if isinstance(args, distill.Args):
+        pair = torch.nn.ModuleList([model, models["teacher"]])
+        distill.backward(
+            pair, minibatch, tokens, args, world, first_epoch=True, store_old_logprobs=False
+        )
+        return gradients_of(model)
     script = grpo if isinstance(args, grpo.Args) else ppo
     script.backward(model, minibatch, tokens, args, world, store_old_logprobs=False)
     return gradients_of(model)
@@ -105,9 +123,12 @@ def make_models(
 ) -> dict[str, torch.nn.Module]:
     """Models, sharded over a mesh. As in `load_model` the adapters come after that, and are whole,
     as is then a critic's head."""
-    policies = [random_policy(config, dtype, seed) for seed in (0, 1)]
+    policies = [Predictor(random_policy(config, dtype, i).model, "sdpa") for i in (0, 1, 2)]
     critic = Critic(policies[1].model.base_model, "sdpa")
     torch.nn.init.normal_(critic.head, generator=torch.Generator().manual_seed(1))
+    teacher = policies[2].requires_grad_(False)
+    if mesh:
+        wrap_model(teacher, mesh, dtype)
     models = {"policy": policies[0], "critic": critic}
     for model in models.values():
         layers = repeated_blocks(model)
@@ -117,7 +138,7 @@ def make_models(
             add_adapters(model.model, layers, Machine(lora_rank=4, lora_alpha=8.0))
         for _, layer in adapters(model):
             layer.lora_B.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
-    return models
+    return models | {"teacher": teacher}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
