@@ -8,7 +8,16 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import LITTLE_CACHE, checked_args, metrics_of, prompts_of, run_script, steps_of
+from helpers import (
+    LITTLE_CACHE,
+    ROOT,
+    checked_args,
+    metrics_of,
+    prompts_of,
+    run_script,
+    skip_where_no_step_is_repeated,
+    steps_of,
+)
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -177,6 +186,21 @@ def test_with_lora_the_student_learns_from_its_base_with_the_solution(rows, tmp_
         assert steps[step]["policy/clip_fraction"] > 0 and steps[step]["policy/approx_kl"] > 0
         assert "distill/teacher_entropy" not in steps[step]
     assert (tmp_path / "run/model/adapter").is_dir()
+
+
+def test_out_of_memory_repeats_the_step_with_the_same_gradient(rows, tmp_path):
+    """It runs out in a backward of step 2, with a teacher beside."""
+    skip_where_no_step_is_repeated("fsdp")
+    options = [*OPTIONS, "--train-data", rows, "--eval-data", rows, "--engine", "hf"]
+    options += ["--teacher", "tiny-teacher", "--dtype", "fp32", "--micro-batch-tokens", 1024]
+    options += ["--total-steps", 2, "--output-dir"]
+    run_script("distill.py", *options, tmp_path / "plain")
+    worker = ROOT / "tests/workers/out_of_memory.py"
+    done = run_script(worker, *options, tmp_path / "short", env={"SCRIPT": "distill"})
+    assert "--micro-batch-tokens is now 512, the step is repeated" in done.stdout
+    plain, short = (steps_of(tmp_path / run)[2] for run in ("plain", "short"))
+    for metric in ("policy/loss", "distill/agreement", "optim/grad_norm"):
+        assert short[metric] == pytest.approx(plain[metric], rel=1e-4), metric
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,30 @@
-"""grpo.py with its flags, but once in a run the last rank runs out of memory in a backward of step
-2.
+"""grpo.py, or the script that SCRIPT names, with its flags, but once in a run the last rank runs out of
+memory in a backward of step 2.
 
 The allocator itself says so: on a CPU since a rank may not take more than is free.
 """
 
+import importlib
+import os
+
 import torch
 
-import grpo
 from common import rehearsal
 from common.flags import parse
 from common.limits import free_memory
 from common.script import run
 
-real, calls = grpo.backward, []
+script = importlib.import_module(os.environ.get("SCRIPT", "grpo"))
+real, calls = script.backward, []
 
 
-def backward(policy, minibatch, tokens, args, world, **options):
+def backward(model, minibatch, tokens, args, world, **options):
+    policy = model[0] if isinstance(model, torch.nn.ModuleList) else model  # with its teacher
     batches = minibatch.micro_batches
     calls.append(len(batches))
     again = (args.run.output_dir / "micro_batch_tokens").exists()
     if len(calls) != 2 or again or world.rank < world.size - 1:
-        return real(policy, minibatch, tokens, args, world, **options)
+        return real(model, minibatch, tokens, args, world, **options)
     backwards = []
 
     def fail(*_) -> None:
@@ -32,13 +36,13 @@ def backward(policy, minibatch, tokens, args, world, **options):
 
     hook = policy.model.model.layers[1].register_full_backward_pre_hook(fail)
     try:
-        return real(policy, minibatch, tokens, args, world, **options)
+        return real(model, minibatch, tokens, args, world, **options)
     finally:
         hook.remove()
 
 
 if __name__ == "__main__":
     rehearsal.is_worthwhile = lambda device: False  # on a GPU it would count as step 1
-    grpo.backward = backward
-    args, _ = parse(grpo.Args, grpo.DEMO, grpo.__doc__)
-    run(grpo.main, args)
+    script.backward = backward
+    args, _ = parse(script.Args, script.DEMO, script.__doc__)
+    run(script.main, args)
