@@ -526,7 +526,7 @@ def main(args: Args, demo: bool = False) -> None:
         return
     models = nn.ModuleList([policy, teacher])
     # do the largest micro-batches fit?
-    rehearsal = Rehearsal(job, packer, args.rollout, [optimizer])
+    rehearsal = Rehearsal(job, packer, args.rollout, [optimizer], teacher)
     while rehearsal.is_due:
         with rehearsal.attempt() as minibatch:
             tokens = Tokens.of(packer.episodes, packer.index, device)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from common.distributed import World, abandon_backward, all_reduce
 from common.flags import Rollout
@@ -50,10 +51,15 @@ class Rehearsal:
     """
 
     def __init__(
-        self, job: Job, packer: Packer, rollout: Rollout, optimizers: Sequence[GuardedAdamW]
+        self,
+        job: Job,
+        packer: Packer,
+        rollout: Rollout,
+        optimizers: Sequence[GuardedAdamW],
+        teacher: nn.Module | None = None,
     ):
         """rollout: how many prompts and responses a step has, and how long they may be. optimizers:
-        of all models that share the memory.
+        of all models that share the memory. teacher: a frozen one that takes part.
         """
         self.world = job.world
         self.mesh = job.mesh
@@ -61,6 +67,9 @@ class Rehearsal:
         self.packer = packer
         self.rollout = rollout
         self.optimizers = optimizers
+        self.models = [adamw.model for adamw in optimizers]
+        if teacher is not None:
+            self.models.append(teacher)
         # the micro-batches of a replayed step are known to fit
         self.is_due = is_worthwhile(job.world.device) and rollout.replay is None
         self.num_attempts = 0
@@ -138,8 +147,8 @@ class Rehearsal:
             raise SystemExit(
                 f"the largest micro-batch does not fit on every rank ({differing}): {remedy}"
             )
-        for adamw in self.optimizers:
-            abandon_backward(adamw.model)
+        for model in self.models:
+            abandon_backward(model)
 
     def _num_collectives(self) -> int:
         """How many collectives this rank has begun on the mesh since its start."""

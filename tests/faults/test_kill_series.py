@@ -31,6 +31,7 @@ OPTIONS = {
     "grpo.py": [*ROLLOUTS, "--max-response-tokens", 96],
     "ppo.py": [*ROLLOUTS, "--max-response-tokens", 48, "--critic-warmup-steps", 2],
     "curiosity_rl.py": [*PICTURES, "--max-response-tokens", 128],
+    "distill.py": [*ROLLOUTS, "--max-response-tokens", 48],
     "sft.py": ["--batch-size", 32],
 }
 
@@ -50,6 +51,7 @@ def step_seconds(run_dir):
         ("ppo.py", 1, "vllm", 10),
         ("ppo.py", 2, "hf", 10),
         ("curiosity_rl.py", 2, "hf", 10),
+        ("distill.py", 2, "hf", 10),
         ("sft.py", 2, None, 10),
     ],
 )

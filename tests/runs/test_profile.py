@@ -144,7 +144,7 @@ SMALL += ["--no-eval-before", "--eval-every", 0, "--eval-rows", 2, *LITTLE_CACHE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["grpo.py", "ppo.py", "curiosity_rl.py", "sft.py"])
+@pytest.mark.parametrize("script", ["grpo.py", "ppo.py", "curiosity_rl.py", "distill.py", "sft.py"])
 def test_every_script_on_two_ranks_with_vllm(tmp_path, script):
     """Started at its first step, and resumed in the middle of the steps that are asked for."""
     small = ["--batch-size", 4, "--eval-rows", 2] if script == "sft.py" else SMALL

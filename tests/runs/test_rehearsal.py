@@ -294,6 +294,7 @@ COMMANDS = {
     "grpo.py": ["--max-prompt-tokens", 64, *RL],
     "ppo.py": ["--max-prompt-tokens", 64, *RL, "--critic-warmup-steps", 1],
     "curiosity_rl.py": ["--model", "tiny-vl", *RL],
+    "distill.py": ["--max-prompt-tokens", 64, *RL],
     "sft.py": ["--max-tokens", 88, "--batch-size", 24, "--eval-rows", 8],
 }
 

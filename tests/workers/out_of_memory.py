@@ -1,5 +1,5 @@
-"""grpo.py, or the script that SCRIPT names, with its flags, but once in a run the last rank runs out of
-memory in a backward of step 2.
+"""grpo.py, or the script that SCRIPT names, with its flags, but once in a run the last rank runs
+out of memory in a backward of step 2.
 
 The allocator itself says so: on a CPU since a rank may not take more than is free.
 """

@@ -24,7 +24,9 @@ def limited(backward, max_tokens: int, num_ranks: int):
             if gradients[0].shape[1] > max_tokens and int(os.environ.get("RANK", 0)) < num_ranks:
                 raise torch.OutOfMemoryError("injected")
 
-        layers = getattr(model.model.base_model, "language_model", model.model.base_model).layers
+        policy = model[0] if isinstance(model, torch.nn.ModuleList) else model  # with its teacher
+        base_model = policy.model.base_model
+        layers = getattr(base_model, "language_model", base_model).layers
         hook = layers[0].register_full_backward_pre_hook(check)
         try:
             return backward(model, *arguments, **options)
