@@ -701,6 +701,13 @@ def test_shades_on_a_page(tokenizer):
     assert badges == [[f"divergence {mean:.2g}"], ["not trained on"], []], "no advantages"
 
 
+def test_hostile_tokens_in_shades(tokenizer):
+    text = "<script>alert('1')</script><img src=x onerror=alert(2)>\"><think>"
+    turn = read([shaded(tokenizer, text, [2.0])]).find("div", "policy")[0]
+    assert [node.text for node in turn.all("u")] == [text]
+    assert "<think>" in [node.text for node in turn.all("i")]
+
+
 def test_negative_divergences_are_dotted_and_explained(tokenizer):
     root = read([shaded(tokenizer, "12", [-0.2, 0.2])])
     legend, turn = root.all("p")[0], root.find("div", "policy")[0]
