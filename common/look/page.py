@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.look.html import MAX_TEXT, render, save_page
-from common.look.shades import SHADES, mean_divergence, shaded_runs
+from common.look.shades import SHADES, mean_divergence, shaded_spans
 from common.pictures import decode
 from common.types import FINISH_REASONS
 
@@ -39,7 +39,7 @@ def rollout_page(title: str, episodes: list[dict]) -> str:
     used_shades: set[int] = set()
     for episode in prepared:
         for segment in episode["segments"]:
-            used_shades.update(run.shade for run in segment["runs"])
+            used_shades.update(span.shade for span in segment["spans"])
     return render(
         "page.html",
         title=title,
@@ -58,7 +58,7 @@ def prepare(episode: dict, pictures: dict) -> dict:
         text = segment["text"]
         if segment["role"] == "prompt":
             text = TOOLS.sub("<tools> at the top of this page </tools>", text)
-        segments.append({"runs": []} | segment | {"text": text})
+        segments.append({"spans": []} | segment | {"text": text})
     strips = [strip(episode, index, pictures) for index in range(len(episode["media"]))]
     score = episode["score"]
     hue = round(120 * min(1, max(0, score))) if isfinite(score) else None
@@ -210,7 +210,7 @@ def page_episode(row: dict, pictures: dict[str, bytes], tokenizer) -> dict:
 
 def segments_of(row: dict, calls: list[dict], num_media: int, tokenizer) -> list[dict]:
     """The prompt, then turns of the policy and observations, each with the indices of its media;
-    turns also with runs, if there are divergences."""
+    turns also with spans, if there are divergences."""
     num_shown = num_media - sum(call["media"] for call in calls)
     prompt = {"role": "prompt", "text": row["prompt"], "media": list(range(num_shown))}
     segments = [prompt]
@@ -226,7 +226,7 @@ def segments_of(row: dict, calls: list[dict], num_media: int, tokenizer) -> list
             turn += 1
             segment = {"role": "policy", "text": text, "media": []}
             if divergences:
-                segment["runs"] = shaded_runs(ids, divergences[start:end], tokenizer, MAX_TEXT)
+                segment["spans"] = shaded_spans(ids, divergences[start:end], tokenizer, MAX_TEXT)
             segments.append(segment)
         else:
             num_new = media_of_turn.get(turn, 0)  # a function answers without a call

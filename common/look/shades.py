@@ -12,7 +12,7 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a part of a chara
 
 
 @dataclass
-class Run:
+class Span:
     """Successive tokens of one shade."""
 
     text: str
@@ -25,30 +25,30 @@ class Run:
         return self.text.isspace() and "\n" in self.text
 
 
-def shaded_runs(ids: list[int], divergences: list[float], tokenizer, max_text: int) -> list[Run]:
-    """The text of `ids` in runs of about equal divergence, at most `max_text` characters of it.
+def shaded_spans(ids: list[int], divergences: list[float], tokenizer, max_text: int) -> list[Span]:
+    """The text of `ids` in spans of about equal divergence, at most `max_text` characters of it.
 
     divergences: one for each of `ids`, in nats. Tokens that share a character take the largest in
-    magnitude. A text that does not come out whole is one run without a shade.
+    magnitude. A text that does not come out whole is one span without a shade.
     """
     parts = []
     for start, end in whole_characters(ids, tokenizer):
         divergence = max(divergences[start:end], key=abs)
         parts.append((end, divergence))
-    runs = []
+    spans = []
     start = 0
     context: list[int] = []  # the first of the tokens to decode may lose its space
     for shade, group in groupby(parts, key=lambda part: shade_of(part[1])):
         ends, values = zip(*group)
         tokens = ids[start : ends[-1]]
         text = tokenizer.decode(context + tokens)[len(tokenizer.decode(context)) :]
-        runs.append(Run(text, shade, range_in_words(values)))
+        spans.append(Span(text, shade, range_in_words(values)))
         start = ends[-1]
         context = tokens
     text = tokenizer.decode(ids)
-    if "".join(run.text for run in runs) != text:
-        runs = [Run(text)]
-    return shorten_runs(runs, max_text)
+    if "".join(span.text for span in spans) != text:
+        spans = [Span(text)]
+    return shorten_spans(spans, max_text)
 
 
 def whole_characters(ids: list[int], tokenizer) -> list[tuple[int, int]]:
@@ -57,7 +57,7 @@ def whole_characters(ids: list[int], tokenizer) -> list[tuple[int, int]]:
     is_part: dict[int, bool] = {}
     for token in set(ids):
         is_part[token] = BROKEN in tokenizer.decode([token])
-    spans = []
+    ranges = []
     start = 0
     for i, token in enumerate(ids):
         end = i + 1
@@ -65,9 +65,9 @@ def whole_characters(ids: list[int], tokenizer) -> list[tuple[int, int]]:
             num_tokens = end - start
             if num_tokens > MAX_CHARACTER_TOKENS or BROKEN in tokenizer.decode(ids[start:end]):
                 continue
-        spans.append((start, end))
+        ranges.append((start, end))
         start = end
-    return spans
+    return ranges
 
 
 def shade_of(divergence: float) -> int:
@@ -81,22 +81,22 @@ def range_in_words(values: tuple[float, ...]) -> str:
     return f"{lowest} nats" if lowest == highest else f"{lowest} to {highest} nats"
 
 
-def shorten_runs(runs: list[Run], max_text: int) -> list[Run]:
-    """The runs with the middle of their text cut out, as `shorten` does it."""
+def shorten_spans(spans: list[Span], max_text: int) -> list[Span]:
+    """The spans with the middle of their text cut out, as `shorten` does it."""
     half = max_text // 2
-    num_cut = sum(len(run.text) for run in runs) - 2 * half
+    num_cut = sum(len(span.text) for span in spans) - 2 * half
     if num_cut <= 0:
-        return runs
+        return spans
     shown = []
     start = 0
-    for run in runs:
-        end = start + len(run.text)
+    for span in spans:
+        end = start + len(span.text)
         if start < half:
-            shown.append(replace(run, text=run.text[: half - start]))
+            shown.append(replace(span, text=span.text[: half - start]))
         if start <= half < end:
-            shown.append(Run(f" …[{num_cut} characters]… "))
+            shown.append(Span(f" …[{num_cut} characters]… "))
         if end > half + num_cut:
-            shown.append(replace(run, text=run.text[max(0, half + num_cut - start) :]))
+            shown.append(replace(span, text=span.text[max(0, half + num_cut - start) :]))
         start = end
     return shown
 

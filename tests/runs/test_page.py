@@ -20,7 +20,7 @@ from common.files import shorten
 from common.hub import FOLDERS, load_tokenizer
 from common.look.html import MAX_TEXT
 from common.look.page import rollout_page
-from common.look.shades import SHADES, Run, mean_divergence, shaded_runs
+from common.look.shades import SHADES, Span, mean_divergence, shaded_spans
 
 EVIL = "\"><script>alert('1')</script><img src=x onerror=alert(2)>&lt;&amp; ' </pre></div>"
 EVIL += "\0\x1b[31m\x85\u202e\ud800\udfff"
@@ -605,32 +605,32 @@ def words_tokenizer(words: list[str], decoder) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def shades(runs: list[Run]) -> list[tuple[str, int]]:
-    return [(run.text, run.shade) for run in runs]
+def shades(spans: list[Span]) -> list[tuple[str, int]]:
+    return [(span.text, span.shade) for span in spans]
 
 
-def test_runs_of_about_equal_divergence(tokenizer):
+def test_spans_of_about_equal_divergence(tokenizer):
     ids = tokenizer.encode("1+2=3\n\n.")
     divergences = [0.01, -0.02, 0.2, 0.15, 0.9, 5.0, -4.0, 0.0]
-    runs = shaded_runs(ids, divergences, tokenizer, MAX_TEXT)
+    spans = shaded_spans(ids, divergences, tokenizer, MAX_TEXT)
     expected = [("1+", 0), ("2=", 2), ("3", 3), ("\n", 5), ("\n", -5), (".", 0)]
-    assert shades(runs) == expected
-    titles = [run.title for run in runs if run.shade]
+    assert shades(spans) == expected
+    titles = [span.title for span in spans if span.shade]
     assert titles == ["0.15 to 0.2 nats", "0.9 nats", "5 nats", "-4 nats"]
-    assert [run.is_newline for run in runs] == [False, False, False, True, True, False]
-    at_starts = shaded_runs(ids[: len(SHADES)], list(SHADES), tokenizer, MAX_TEXT)
-    assert [run.shade for run in at_starts] == [1, 2, 3, 4, 5]
+    assert [span.is_newline for span in spans] == [False, False, False, True, True, False]
+    at_starts = shaded_spans(ids[: len(SHADES)], list(SHADES), tokenizer, MAX_TEXT)
+    assert [span.shade for span in at_starts] == [1, 2, 3, 4, 5]
 
 
 def test_a_character_of_several_tokens_takes_the_largest(tokenizer):
     ids = tokenizer.encode("a中é😀.")
     assert len(ids) == 1 + 3 + 2 + 4 + 1
     divergences = [0.0, 0.0, 2.0, 0.5, 0.2, 0.0, -0.04, 0.0, 0.0, 0.03, 0.0]
-    runs = shaded_runs(ids, divergences, tokenizer, MAX_TEXT)
-    assert shades(runs) == [("a", 0), ("中", 4), ("é", 2), ("😀", -1), (".", 0)]
-    runs = shaded_runs(ids[:9], divergences[:9], tokenizer, MAX_TEXT)
-    assert shades(runs)[:3] == [("a", 0), ("中", 4), ("é", 2)]
-    assert shades(runs)[3:] == [("�", -1)], "a limit cuts anywhere"
+    spans = shaded_spans(ids, divergences, tokenizer, MAX_TEXT)
+    assert shades(spans) == [("a", 0), ("中", 4), ("é", 2), ("😀", -1), (".", 0)]
+    spans = shaded_spans(ids[:9], divergences[:9], tokenizer, MAX_TEXT)
+    assert shades(spans)[:3] == [("a", 0), ("中", 4), ("é", 2)]
+    assert shades(spans)[3:] == [("�", -1)], "a limit cuts anywhere"
 
 
 def test_no_text_is_lost(tokenizer):
@@ -638,9 +638,9 @@ def test_no_text_is_lost(tokenizer):
     for _ in range(200):
         ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(0, 40))]
         divergences = [rng.choice([0.0, 0.05, -2.0]) for _ in ids]
-        runs = shaded_runs(ids, divergences, tokenizer, MAX_TEXT)
-        assert "".join(run.text for run in runs) == tokenizer.decode(ids)
-        assert len(runs) > 1 or len(set(divergences)) < 2 or len(ids) < 20
+        spans = shaded_spans(ids, divergences, tokenizer, MAX_TEXT)
+        assert "".join(span.text for span in spans) == tokenizer.decode(ids)
+        assert len(spans) > 1 or len(set(divergences)) < 2 or len(ids) < 20
 
 
 def test_spaces_and_bytes_of_sentencepiece():
@@ -655,16 +655,16 @@ def test_spaces_and_bytes_of_sentencepiece():
     words = ["▁the", "▁sum", "<0xE4>", "<0xB8>", "<0xAD>", "▁is", "s"]
     tokenizer = words_tokenizer(words, decoder)
     divergences = [0.5, 0.0, 0.0, 0.1, 0.0, 0.5, 0.0]
-    runs = shaded_runs(list(range(7)), divergences, tokenizer, MAX_TEXT)
-    assert shades(runs) == [("the", 3), (" sum", 0), ("中", 2), (" is", 3), ("s", 0)]
+    spans = shaded_spans(list(range(7)), divergences, tokenizer, MAX_TEXT)
+    assert shades(spans) == [("the", 3), (" sum", 0), ("中", 2), (" is", 3), ("s", 0)]
 
 
 def test_a_tokenizer_that_tidies_up_keeps_its_text():
     decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(" ' ", "'")])
     tokenizer = words_tokenizer(["it", " '", " s"], decoder)
     assert tokenizer.decode([0, 1, 2]) == "it's"
-    runs = shaded_runs([0, 1, 2], [0.0, 0.5, 2.0], tokenizer, MAX_TEXT)
-    assert shades(runs) == [("it's", 0)]
+    spans = shaded_spans([0, 1, 2], [0.0, 0.5, 2.0], tokenizer, MAX_TEXT)
+    assert shades(spans) == [("it's", 0)]
 
 
 def shaded(tokenizer, text: str, divergences: list[float], **others) -> dict:
@@ -672,7 +672,7 @@ def shaded(tokenizer, text: str, divergences: list[float], **others) -> dict:
     ids = tokenizer.encode(text)
     divergences = (divergences * len(ids))[: len(ids)]
     turn = segment("policy", text)
-    turn["runs"] = shaded_runs(ids, divergences, tokenizer, MAX_TEXT)
+    turn["spans"] = shaded_spans(ids, divergences, tokenizer, MAX_TEXT)
     mean = mean_divergence(divergences, [1] * len(ids))
     segments = [segment("prompt", "q"), turn]
     return episode(segments=segments, advantage=0.0, divergence=mean, **others)
