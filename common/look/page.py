@@ -12,7 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.look.html import render, save_page
+from common.look.html import MAX_TEXT, render, save_page
+from common.look.shades import SHADES, mean_divergence, shaded_spans
 from common.pictures import decode
 from common.types import FINISH_REASONS
 
@@ -35,10 +36,16 @@ def rollout_page(title: str, episodes: list[dict]) -> str:
     pictures: dict[tuple, dict] = {}
     by_sample = sorted(episodes, key=lambda episode: episode["sample_index"])
     prepared = [prepare(episode, pictures) for episode in by_sample]
+    used_shades: set[int] = set()
+    for episode in prepared:
+        for segment in episode["segments"]:
+            used_shades.update(span.shade for span in segment["spans"])
     return render(
         "page.html",
         title=title,
         episodes=prepared,
+        shades=SHADES if used_shades else (),
+        has_negative=any(shade < 0 for shade in used_shades),
         schemas=dict.fromkeys(schemas),  # each once
         pictures=pictures.values(),
     )
@@ -51,11 +58,17 @@ def prepare(episode: dict, pictures: dict) -> dict:
         text = segment["text"]
         if segment["role"] == "prompt":
             text = TOOLS.sub("<tools> at the top of this page </tools>", text)
-        segments.append(segment | {"text": text})
+        segments.append({"spans": []} | segment | {"text": text})
     strips = [strip(episode, index, pictures) for index in range(len(episode["media"]))]
     score = episode["score"]
     hue = round(120 * min(1, max(0, score))) if isfinite(score) else None
-    defaults = {"row": None, "truth": None, "finish": None}
+    defaults = {
+        "row": None,
+        "truth": None,
+        "finish": None,
+        "divergence": None,
+        "teacher_prompt": None,
+    }
     return defaults | episode | {"segments": segments, "strips": strips, "score_hue": hue}
 
 
@@ -189,28 +202,36 @@ def page_episode(row: dict, pictures: dict[str, bytes], tokenizer) -> dict:
         "calls": calls,
         "media": media,
         "segments": segments_of(row, calls, len(media), tokenizer),
+        "divergence": mean_divergence(row.get("divergences"), row["loss_mask"]),
+        "teacher_prompt": tokenizer.decode(row.get("teacher_prompt_ids") or []),
         "finish": FINISH_REASONS.get(row["finish_reason"]),
     }
 
 
 def segments_of(row: dict, calls: list[dict], num_media: int, tokenizer) -> list[dict]:
-    """The prompt, then turns of the policy and observations, each with the indices of its media."""
+    """The prompt, then turns of the policy and observations, each with the indices of its media;
+    turns also with spans, if there are divergences."""
     num_shown = num_media - sum(call["media"] for call in calls)
     prompt = {"role": "prompt", "text": row["prompt"], "media": list(range(num_shown))}
     segments = [prompt]
+    divergences = row.get("divergences")
     media_of_turn = {call["turn"]: call["media"] for call in calls}
     turn = -1
     start = 0
     for sampled, run in groupby(row["loss_mask"]):
         end = start + len(list(run))
-        text = tokenizer.decode(row["response_ids"][start:end])
-        start = end
+        ids = row["response_ids"][start:end]
+        text = tokenizer.decode(ids)
         if sampled:
             turn += 1
-            segments.append({"role": "policy", "text": text, "media": []})
+            segment = {"role": "policy", "text": text, "media": []}
+            if divergences:
+                segment["spans"] = shaded_spans(ids, divergences[start:end], tokenizer, MAX_TEXT)
+            segments.append(segment)
         else:
             num_new = media_of_turn.get(turn, 0)  # a function answers without a call
             indices = list(range(num_shown, num_shown + num_new))
             num_shown += num_new
             segments.append({"role": "observation", "text": text, "media": indices})
+        start = end
     return segments

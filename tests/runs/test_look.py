@@ -106,6 +106,31 @@ def test_a_page_shows_row_truth_and_the_end_in_words(tmp_path, tokenizer, world)
     assert f"stop: {FINISH_REASONS['stop']}" in page
 
 
+def test_a_page_shows_divergences_from_the_teacher(tmp_path, tokenizer, world):
+    """In the turns of the policy, not in the observation between them."""
+    episodes = random_episodes(seed=4, prompts=2, samples=1)
+    for episode in episodes:
+        episode.response_ids = tokenizer.encode("1+2=3(4)")
+        episode.loss_mask = [1, 1, 1, 0, 0, 1, 1, 1]
+        episode.teacher_prompt_ids = tokenizer.encode("3 is right")
+    episodes[0].divergences = [0.0, 0.5, 0.0, 0.0, 0.0, 1.5, 1.5, 0.1]
+    path = dump_rollouts(tmp_path, 1, episodes, episodes[:1], [0.0], tokenizer, world)
+    write_page(path, tokenizer)
+    page = path.with_suffix(".html").read_text()
+    turns = re.findall(r"<pre>(.*)</pre>", page)
+    assert '1<u class="d3" title="0.5 nats">+</u>2' in turns and "=3" in turns
+    last = '<u class="d4" title="1.5 nats">(4</u><u class="d2" title="0.1 nats">)</u>'
+    assert last in turns
+    assert "divergence 0.6<" in page, "the mean of six"
+    assert "not trained on" in page and "advantage" not in page
+    assert page.count("<summary>prompt of the teacher</summary><pre>3 is right</pre>") == 2
+    table = pq.read_table(path).drop_columns(["divergences", "teacher_prompt_ids"])
+    pq.write_table(table, path)
+    write_page(path, tokenizer)
+    older = path.with_suffix(".html").read_text()
+    assert "advantage +0<" in older and "teacher" not in older
+
+
 def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_factory):
     with pytest.raises(SystemExit, match=r"no metrics\.jsonl and no rollouts"):
         look(tmp_path_factory.mktemp("empty"))

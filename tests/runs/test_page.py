@@ -1,5 +1,5 @@
 """The page of rollouts: complete in itself, hostile texts and broken pictures, boxes and chosen
-frames in their place.
+frames in their place, tokens in shades of their divergence from a teacher.
 
 pytest tests/runs/test_page.py
 """
@@ -13,15 +13,20 @@ from html.parser import HTMLParser
 
 import pytest
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from common.files import shorten
+from common.hub import FOLDERS, load_tokenizer
 from common.look.html import MAX_TEXT
 from common.look.page import rollout_page
+from common.look.shades import SHADES, Span, mean_divergence, shaded_spans
 
 EVIL = "\"><script>alert('1')</script><img src=x onerror=alert(2)>&lt;&amp; ' </pre></div>"
 EVIL += "\0\x1b[31m\x85\u202e\ud800\udfff"
 TAG_NAMES = """
 html head meta title style body h1 h2 h3 div details summary article aside b pre i p nav a table tr
-th td figure figcaption svg defs image use rect text
+th td figure figcaption svg defs image use rect text u
 """
 TAGS = set(TAG_NAMES.split())
 
@@ -582,3 +587,159 @@ def test_few_colours_stay_exact_photographs_become_jpeg():
     kinds = [(picture.format, picture.size) for picture in pixels(root).values()]
     assert kinds == [("PNG", (60, 40)), ("JPEG", (64, 64))]
     assert pixels(root)["picture0"].getpixel((0, 0)) == (1, 2, 3)
+
+
+# --- divergences ---
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(FOLDERS["tiny"]))
+
+
+def words_tokenizer(words: list[str], decoder) -> PreTrainedTokenizerFast:
+    """Token i is words[i]."""
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def shades(spans: list[Span]) -> list[tuple[str, int]]:
+    return [(span.text, span.shade) for span in spans]
+
+
+def test_spans_of_about_equal_divergence(tokenizer):
+    ids = tokenizer.encode("1+2=3\n\n.")
+    divergences = [0.01, -0.02, 0.2, 0.15, 0.9, 5.0, -4.0, 0.0]
+    spans = shaded_spans(ids, divergences, tokenizer, MAX_TEXT)
+    expected = [("1+", 0), ("2=", 2), ("3", 3), ("\n", 5), ("\n", -5), (".", 0)]
+    assert shades(spans) == expected
+    titles = [span.title for span in spans if span.shade]
+    assert titles == ["0.15 to 0.2 nats", "0.9 nats", "5 nats", "-4 nats"]
+    assert [span.is_newline for span in spans] == [False, False, False, True, True, False]
+    at_starts = shaded_spans(ids[: len(SHADES)], list(SHADES), tokenizer, MAX_TEXT)
+    assert [span.shade for span in at_starts] == [1, 2, 3, 4, 5]
+
+
+def test_a_character_of_several_tokens_takes_the_largest(tokenizer):
+    ids = tokenizer.encode("a中é😀.")
+    assert len(ids) == 1 + 3 + 2 + 4 + 1
+    divergences = [0.0, 0.0, 2.0, 0.5, 0.2, 0.0, -0.04, 0.0, 0.0, 0.03, 0.0]
+    spans = shaded_spans(ids, divergences, tokenizer, MAX_TEXT)
+    assert shades(spans) == [("a", 0), ("中", 4), ("é", 2), ("😀", -1), (".", 0)]
+    spans = shaded_spans(ids[:9], divergences[:9], tokenizer, MAX_TEXT)
+    assert shades(spans)[:3] == [("a", 0), ("中", 4), ("é", 2)]
+    assert shades(spans)[3:] == [("�", -1)], "a limit cuts anywhere"
+
+
+def test_no_text_is_lost(tokenizer):
+    rng = random.Random(0)
+    for _ in range(200):
+        ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(0, 40))]
+        divergences = [rng.choice([0.0, 0.05, -2.0]) for _ in ids]
+        spans = shaded_spans(ids, divergences, tokenizer, MAX_TEXT)
+        assert "".join(span.text for span in spans) == tokenizer.decode(ids)
+        assert len(spans) > 1 or len(set(divergences)) < 2 or len(ids) < 20
+
+
+def test_spaces_and_bytes_of_sentencepiece():
+    decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    words = ["▁the", "▁sum", "<0xE4>", "<0xB8>", "<0xAD>", "▁is", "s"]
+    tokenizer = words_tokenizer(words, decoder)
+    divergences = [0.5, 0.0, 0.0, 0.1, 0.0, 0.5, 0.0]
+    spans = shaded_spans(list(range(7)), divergences, tokenizer, MAX_TEXT)
+    assert shades(spans) == [("the", 3), (" sum", 0), ("中", 2), (" is", 3), ("s", 0)]
+
+
+def test_a_tokenizer_that_tidies_up_keeps_its_text():
+    decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(" ' ", "'")])
+    tokenizer = words_tokenizer(["it", " '", " s"], decoder)
+    assert tokenizer.decode([0, 1, 2]) == "it's"
+    spans = shaded_spans([0, 1, 2], [0.0, 0.5, 2.0], tokenizer, MAX_TEXT)
+    assert shades(spans) == [("it's", 0)]
+
+
+def shaded(tokenizer, text: str, divergences: list[float], **others) -> dict:
+    """An episode of one turn."""
+    ids = tokenizer.encode(text)
+    divergences = (divergences * len(ids))[: len(ids)]
+    turn = segment("policy", text)
+    turn["spans"] = shaded_spans(ids, divergences, tokenizer, MAX_TEXT)
+    mean = mean_divergence(divergences, [1] * len(ids))
+    segments = [segment("prompt", "q"), turn]
+    return episode(segments=segments, advantage=0.0, divergence=mean, **others)
+
+
+def test_shades_on_a_page(tokenizer):
+    text = "1 < 2\n\n中<|end|>"
+    sample = shaded(tokenizer, text, [0.0, 0.2, 0.5, 0.5, 0.0, 2.0, 0.0, 0.0, 0.01, 0.05, 4.0])
+    root = read([sample, episode(0, 1, advantage=None), episode(0, 2, advantage=0.0)])
+    turn = root.find("div", "policy")[0].all("pre")[0]
+    assert turn.text == text
+    marks = [(node.text, node["class"], node["title"]) for node in turn.all("u")]
+    assert marks == [
+        (" ", "d2", "0.2 nats"),
+        ("< ", "d3", "0.5 nats"),
+        ("\n", "d4 newline", "2 nats"),
+        ("中", "d1", "0.05 nats"),
+        ("<|end|>", "d5", "4 nats"),
+    ]
+    legend = root.all("p")[0]
+    scale = [(node.text, node["class"]) for node in legend.all("u")]
+    assert scale == [("0.03", "d1"), ("0.1", "d2"), ("0.3", "d3"), ("1", "d4"), ("3", "d5")]
+    assert "negative" not in legend.text
+    badges = [[b.text for b in summary.all("b")][1:-1] for summary in root.all("summary")]
+    mean = (0.2 + 0.5 + 0.5 + 2.0 + 0.01 + 0.05 + 4.0) / 11
+    assert badges == [[f"divergence {mean:.2g}"], ["not trained on"], []], "no advantages"
+
+
+def test_hostile_tokens_in_shades(tokenizer):
+    text = "<script>alert('1')</script><img src=x onerror=alert(2)>\"><think>"
+    turn = read([shaded(tokenizer, text, [2.0])]).find("div", "policy")[0]
+    assert [node.text for node in turn.all("u")] == [text]
+    assert "<think>" in [node.text for node in turn.all("i")]
+
+
+def test_negative_divergences_are_dotted_and_explained(tokenizer):
+    root = read([shaded(tokenizer, "12", [-0.2, 0.2])])
+    legend, turn = root.all("p")[0], root.find("div", "policy")[0]
+    assert [node["class"] for node in turn.all("u")] == ["d2 negative", "d2"]
+    assert "negative, a token that the teacher finds more likely than the policy" in legend.text
+    page = rollout_page("signs", [shaded(tokenizer, "12", [-0.2])])
+    styles = re.search(r"<style>.*</style>", page, re.DOTALL)[0]
+    assert "dotted" in styles and "underline calc(var(--shade) * 1px)" in styles, "without colour"
+
+
+def test_the_prompt_of_the_teacher_is_folded():
+    samples = [episode(0, i, teacher_prompt="the solution is <b> " + EVIL) for i in range(2)]
+    root = read([*samples, episode(1, 0, teacher_prompt="")])
+    folded = [node for node in root.all("details") if "teacher" in node.all("summary")[0].text]
+    assert len(folded) == 1, "once for a group"
+    assert "open" not in folded[0].attributes
+    assert folded[0].all("pre")[0].text.startswith('the solution is <b> "><script>')
+
+
+def test_without_a_teacher_nothing_is_said_of_one():
+    page = rollout_page("as ever", [episode()])
+    for word in ("<u", "divergence", "teacher", "--shade", "flex-wrap: wrap }\n."):
+        assert word not in page
+
+
+def test_long_turns_stay_bounded(tokenizer):
+    """Each token of another shade, in a response that the page cuts in the middle."""
+    text = "start " + "1+2=3 " * 2200 + " end"
+    sample = shaded(tokenizer, text, [0.0, 0.05, 0.5, -5.0])
+    turn = read([sample]).find("div", "policy")[0].all("pre")[0]
+    assert turn.text == shorten(text, MAX_TEXT)
+    assert len(rollout_page("long", [sample])) < 60 * MAX_TEXT
+    plain = shaded(tokenizer, text, [0.01])
+    turn = read([plain]).find("div", "policy")[0].all("pre")[0]
+    assert turn.text == shorten(text, MAX_TEXT) and not turn.all("u")
