@@ -18,7 +18,7 @@ from helpers import (
     skip_where_no_step_is_repeated,
     steps_of,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import distill
@@ -186,6 +186,36 @@ def test_with_lora_the_student_learns_from_its_base_with_the_solution(rows, tmp_
         assert steps[step]["policy/clip_fraction"] > 0 and steps[step]["policy/approx_kl"] > 0
         assert "distill/teacher_entropy" not in steps[step]
     assert (tmp_path / "run/model/adapter").is_dir()
+
+
+@pytest.mark.slow
+def test_a_student_that_sees_and_calls_tools(tmp_path):
+    """Its trajectories with crops are read by the teacher as they stand; observations are not
+    trained on. A teacher of the same weights agrees to the last bit."""
+    options = ["--model", "tiny-vl", "--prompts-per-step", 4, "--samples-per-prompt", 2]
+    options += ["--tools", "crop_image_normalized", "--max-turns", 3, "--max-pixels", 12544]
+    options += [
+        "--max-response-tokens",
+        192,
+        "--engine",
+        "hf",
+        "--dtype",
+        "fp32",
+        "--no-eval-before",
+    ]
+    options += ["--eval-rows", 2, "--eval-every", 0, "--total-steps", 1, "--dump-rollouts-every", 1]
+    teacher = shutil.copytree(FOLDERS["tiny-vl"], tmp_path / "teacher")
+    weights = load_file(teacher / "model.safetensors")
+    scaled = {name: 1.1 * x if "q_proj" in name else x for name, x in weights.items()}
+    save_file(scaled, teacher / "model.safetensors", {"format": "pt"})
+    for name, folder in (("same", "tiny-vl"), ("other", teacher)):
+        run_script("distill.py", *options, "--teacher", folder, "--output-dir", tmp_path / name)
+        metrics = steps_of(tmp_path / name)[1]
+        assert metrics["policy/rollout_logprob_gap"] < 1e-4 and metrics["tool/calls"] > 0
+        assert (metrics["distill/divergence"] == 0) == (name == "same")
+        for row in pq.read_table(tmp_path / name / "rollouts/step_000001.parquet").to_pylist():
+            pairs = zip(row["divergences"], row["loss_mask"])
+            assert all(value == 0 for value, is_trained in pairs if not is_trained)
 
 
 def test_out_of_memory_repeats_the_step_with_the_same_gradient(rows, tmp_path):
