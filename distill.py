@@ -9,10 +9,10 @@ The loss is the mean over all trained tokens of D(p, q), where p is the student'
 token's place, and q the teacher's (temperatures included). As in GKD no gradient goes through the
 sampling: of the places that the student reaches the gradient knows nothing.
 
-    reverse-kl   KL(p | q) = sum p (log p - log q)      zero where the teacher would say nothing
-    forward-kl   KL(q | p) = sum q (log q - log p)      covers all that the teacher would say
-    jsd          beta KL(q | m) + (1 - beta) KL(p | m)  with m = beta q + (1 - beta) p, GKD eq. 1;
-                 divided by beta (1 - beta) it tends to the forward KL at 0, to the reverse at 1
+- reverse-kl: KL(p | q) = sum p (log p - log q); p avoids what the teacher would not say
+- forward-kl: KL(q | p) = sum q (log q - log p); p covers all that the teacher would say
+- jsd (GKD eq. 1): beta KL(q | m) + (1 - beta) KL(p | m) with m = beta q + (1 - beta) p; divided by
+  beta (1 - beta) it tends to the forward KL for beta -> 0, and to the reverse KL for beta -> 1
 
 With z the student's logits and s = p dD/dp, the gradient is dD/dz = s - p sum(s), word by word:
 reverse-kl p (log p - log q - D), forward-kl p - q, jsd (1 - beta) p (log p - log m - KL(p | m)).
@@ -32,8 +32,8 @@ What this does that others do not:
    trainer's on every step.
 
     torchrun --nproc_per_node 2 distill.py    # embedded demo, minutes on a CPU
-    torchrun --nproc_per_node 4 distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B \\
-        --train-data data/gsm8k/train.parquet
+    torchrun --nproc_per_node 4 distill.py --model Qwen/Qwen3-0.6B \\
+        --teacher Qwen/Qwen3-4B --train-data data/gsm8k/train.parquet
 
 Names: T trained tokens on this rank, N those of a micro-batch, V words of the vocabulary.
 Everything per token is flat ([T] or [N]): there is no padding to mask.
@@ -154,9 +154,8 @@ FIRST_SCREEN = """
 model teacher train-data eval-data output-dir bad-rows
 divergence jsd-beta estimator teacher-prompt-column data-share response-column eval-teacher
 prompts-per-step samples-per-prompt max-prompt-tokens max-response-tokens temperature
-learning-rate
-total-steps total-epochs eval-every eval-rows save-every resume log
-dtype micro-batch-tokens gradient-checkpointing offload engine-memory lora-rank
+learning-rate total-steps total-epochs eval-every save-every resume log
+dtype micro-batch-tokens engine-memory lora-rank
 """
 
 # What runs without --model: the embedded student learns from the same model after RL

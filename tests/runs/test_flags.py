@@ -17,6 +17,7 @@ from helpers import ROOT, checked_args, make_args, parsed
 from rows import row, write
 
 import curiosity_rl
+import distill
 import grpo
 import ppo
 import sft
@@ -27,7 +28,7 @@ from common.flags import Data, Rollout, check_shared, parse
 from common.foreign_flags import SCRIPTS_WITH
 from common.hub import load_tokenizer, resolve_model
 
-SCRIPTS = [grpo, ppo, curiosity_rl, sft]
+SCRIPTS = [grpo, ppo, curiosity_rl, distill, sft]
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 
 # What numbers may be, from before they had types that say so: above 0, at most 1, of any sign; the
@@ -46,8 +47,9 @@ PASSES = ["epochs_per_step", "total_steps", "total_epochs", "max_rows", "eval_ro
 PROCESSES = ["reward_timeout", "tool_workers", "tool_timeout", "stall_minutes", "engine_memory"]
 MACHINES = ["shard_size", "lora_alpha", "engine_parallel"]
 OTHERS = ["temperature", "eval_top_p", "max_logprob_gap", "keep_checkpoints"]
-POSITIVE = [*LENGTHS, *PICTURES, *BATCHES, *PASSES, *PROCESSES, *MACHINES, *OTHERS]
-SHARES = ["gamma", "gae_lambda", "lr_floor", "eval_top_p"]
+TAUGHT = ["jsd_beta", "teacher_temperature"]
+POSITIVE = [*LENGTHS, *PICTURES, *BATCHES, *PASSES, *PROCESSES, *MACHINES, *OTHERS, *TAUGHT]
+SHARES = ["gamma", "gae_lambda", "lr_floor", "eval_top_p", "data_share"]
 ANY_SIGN = ["entropy_coef", "reward_model_weight"]
 TEMPERATURES = ["temperature", "eval_temperature"]  # vLLM takes none above 2
 NUMBERS = [
@@ -106,6 +108,8 @@ def was_refused(name: str, value: float, hint: object) -> str | None:
     # of so many, or of an infinity, no number of steps can be made
     if name == "total_epochs" and value > 1e6:
         return "must not be above 1e+06"
+    if name == "jsd_beta" and not value < 1:
+        return "must be below 1"
     if name in SHARES and not value <= 1:
         return "must not be above 1"
     return "must not be below 0" if name not in ANY_SIGN and not value >= 0 else None
@@ -456,7 +460,7 @@ def test_a_script_without_a_reference_model_neither_shows_nor_takes_one(
             sft,
             ["--epochs-per-step", "2"],
             "--epochs-per-step",
-            "grpo.py, ppo.py and curiosity_rl.py have it",
+            "grpo.py, ppo.py, curiosity_rl.py and distill.py have it",
         ),
         (curiosity_rl, ["--no-mask-truncated"], "--mask-truncated", "grpo.py and ppo.py have it"),
     ],
