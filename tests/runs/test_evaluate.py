@@ -317,6 +317,54 @@ def test_a_row_keeps_its_seed_at_every_step_and_where_others_were_dropped(rollou
     assert all(whole[prompt] == seed for prompt, seed in rollouts.engine.seeds.items())
 
 
+class LongAnswers(Engine):
+    """Of each request, by its place, it needs so many steps: the first is long, the others not."""
+
+    lengths = (9, 1, 2, 1, 3, 1)
+
+    def __init__(self):
+        super().__init__()
+        self.started = []  # step in which each request came
+        self.ended = []
+        self.most = 0  # under way together
+
+    def submit(self, request):
+        super().submit(request)
+        self.started.append(self.steps)
+        self.ended.append(None)
+        under_way = [key for key, _ in self.requests]
+        self.most = max(self.most, len(under_way))
+
+    def step(self):
+        self.steps += 1
+        done = []
+        for key, completions in self.requests:
+            place = key // len(completions)
+            if self.steps - self.started[place] == self.lengths[place % len(self.lengths)]:
+                self.ended[place] = self.steps
+                done.append((key, completions))
+        self.requests = [request for request in self.requests if request not in done]
+        return done
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_row_starts_when_another_has_ended(rollouts, tmp_path, monkeypatch, samples):
+    """Four at a time: the fifth does not wait for the first, which is the longest."""
+    rollouts.flags.eval_samples = samples
+    rollouts.eval_rows = 24
+    path = tmp_path / "eval/step_000020.parquet"
+    metrics = rollouts.evaluate(None, 20)
+    together = pq.read_table(path).to_pylist()
+    monkeypatch.setattr("common.rollout.rollouts.MAX_SAMPLES", 4 * samples)
+    engine = rollouts.engine = LongAnswers()
+    assert rollouts.evaluate(None, 20) == metrics
+    assert pq.read_table(path).to_pylist() == together
+    assert engine.started[:4] == [0] * 4 and engine.most == 4
+    assert engine.started[4] == 1 < engine.ended[0]
+    for i in range(4, 24):
+        assert engine.started[i] == sorted(engine.ended[:i])[i - 4], "as soon as there is a place"
+
+
 def test_samples_of_each_evaluation_stay(rollouts, tmp_path, capsys):
     for step in (0, 20):
         rollouts.evaluate(None, step)
