@@ -15,9 +15,9 @@ speed. Every measurement is a process of its own, so that none inherits the memo
 
 update: backward of grpo.py and AdamW's step, no engine beside it; groups of 8 responses of 768
 tokens, prompts of 256. MFU in three conventions (roofline.py), which has the goals, too, and what
-they are on paper; 7Bx8 has 8 of the 28 layers of 7B. sync: all weights,
-float32 to engine. step: `grpo.py` as it is run, generating up to 512 tokens, medians without the
-first step.
+they are on paper; 7Bx8 has 8 of the 28 layers of 7B. lengths: how often layers are compiled for
+micro-batches of ten lengths. sync: all weights, float32 to engine. step: `grpo.py` as it is run,
+generating up to 512 tokens, medians without the first step.
 """
 
 import json
@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, get_args
 
 import logprobs
 import pyarrow as pa
@@ -51,11 +51,11 @@ from roofline import (
     peak_flops,
     seconds_on_eight,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import grpo
 from common.attention import choose_attention
-from common.distributed import init_world, make_mesh, wrap_model
+from common.distributed import World, init_world, make_mesh, wrap_model
 from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Rollout
@@ -70,13 +70,13 @@ from common.types import Episode
 LARGE = ("7B", "14B", "32B", "72B")  # whose activations do not fit beside Adam
 GROUP = len(LENGTHS) - 1  # samples of a prompt
 STEPS = 4  # of grpo.py
-Part = Literal["update", "logprob", "sync", "step"]
+Part = Literal["update", "lengths", "logprob", "sync", "step"]
 
 
 @dataclass
 class Args:
     models: tuple[str, ...] = ("0.1B", "1.5B", "7B")
-    parts: tuple[Part, ...] = ("update", "logprob", "sync", "step")
+    parts: tuple[Part, ...] = ("update", "lengths", "logprob", "sync", "step")
     micro_batch_tokens: int = 16384  # tokens of one forward and backward
     prompts: int = 16  # groups of an update, and of a step
     prompt_tokens: int = LENGTHS[0]
@@ -151,22 +151,39 @@ def make_episodes(args: Args, vocabulary: int) -> list[Episode]:
     return episodes
 
 
-def measure_update(
-    name: str, args: Args, compiled: bool, shared: bool, checkpointing: bool
-) -> dict[str, float]:
-    world = init_world()
-    device = world.device
-    attention = choose_attention("auto", device)
+def random_policy(name: str, args: Args, world: World, compiled: bool, checkpointing: bool):
+    """A policy with random weights, and the attention that it has."""
+    attention = choose_attention("auto", world.device)
     with tempfile.TemporaryDirectory() as folder:
         make_config(name).save_pretrained(folder)
-        with device:
+        with world.device:
             options = {
                 "gradient_checkpointing": checkpointing,
                 "compile_layers": compiled,
                 "from_scratch": True,
             } | json.loads(args.load)
             policy = load_model(folder, attention, **options)
-        config = AutoConfig.from_pretrained(folder)
+    return policy, attention
+
+
+def tokens_of(episodes: list[Episode], index: TokenIndex, device: torch.device) -> grpo.Tokens:
+    length = len(episodes[0].response_ids)
+    flat = [
+        torch.full((len(index),), value, device=device)
+        for value in (float(length), -1.0, -1.0, -1.0, 0.0)
+    ]
+    tokens = grpo.Tokens(index.episode_of_token.to(device), *flat)
+    tokens.advantages = (index.episode_of_token % 2).to(device) - 0.5
+    return tokens
+
+
+def measure_update(
+    name: str, args: Args, compiled: bool, shared: bool, checkpointing: bool
+) -> dict[str, float]:
+    world = init_world()
+    device = world.device
+    policy, attention = random_policy(name, args, world, compiled, checkpointing)
+    config = policy.model.config
     embeddings = policy.model.get_input_embeddings().weight.numel() * (
         1 if config.tie_word_embeddings else 2
     )
@@ -179,12 +196,7 @@ def measure_update(
     if not shared:
         packer.layout["share_prompts"] = False
     (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
-    flat = [
-        torch.full((len(index),), value, device=device)
-        for value in (float(args.response_tokens), -1.0, -1.0, -1.0, 0.0)
-    ]
-    tokens = grpo.Tokens(index.episode_of_token.to(device), *flat)
-    tokens.advantages = (index.episode_of_token % 2).to(device) - 0.5
+    tokens = tokens_of(episodes, index, device)
     script_args = grpo.Args(rollout=Rollout(max_response_tokens=args.response_tokens))
 
     def update() -> None:
@@ -225,6 +237,31 @@ def count_flops(model: Model, minibatch: Minibatch) -> dict[str, float]:
     return {
         convention: model_flops(model, units, num_rows, num_trained, convention)
         for convention in ("ours", "torchtitan", "verl")
+    }
+
+
+def measure_lengths(name: str, args: Args, compiled: bool) -> dict[str, float]:
+    """How often layers are compiled for ten micro-batches of as many lengths: number of graphs, and
+    of breaks in them."""
+    world = init_world()
+    policy, attention = random_policy(name, args, world, compiled, checkpointing=False)
+    policy = wrap_model(policy, make_mesh(world, "fsdp"), torch.bfloat16)
+    packer = Packer(attention, args.micro_batch_tokens, Path("nowhere"), world)
+    script_args = grpo.Args(rollout=Rollout(max_response_tokens=args.response_tokens))
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for i in range(10):
+        shorter = replace(args, prompts=1, response_tokens=max(1, args.response_tokens - 16 * i))
+        episodes = make_episodes(shorter, SHAPES[name][5])
+        index = TokenIndex(episodes)
+        (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
+        tokens = tokens_of(episodes, index, world.device)
+        grpo.backward(policy, minibatch, tokens, script_args, world, store_old_logprobs=True)
+    num_layers = SHAPES[name][2]
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "layers": num_layers,
+        "graph breaks": sum(counters["graph_break"].values()),
     }
 
 
@@ -381,7 +418,7 @@ def first_steps(command: list[str], folder: Path) -> list[dict[str, float]]:
 
 def cases(args: Args) -> dict[str, dict[str, Callable[[], dict[str, float]]]]:
     """{part: {label: measurement}}; what is compiled is measured on GPUs alone."""
-    found: dict[str, dict] = {part: {} for part in ("update", "logprob", "sync", "step")}
+    found: dict[str, dict] = {part: {} for part in get_args(Part)}
     for name in args.models:
         for compiled in (False, True) if torch.cuda.is_available() else (False,):
             how = f"{name}, compiled" if compiled else name
@@ -394,6 +431,7 @@ def cases(args: Args) -> dict[str, dict[str, Callable[[], dict[str, float]]]]:
                 found["update"][label] = partial(
                     measure_update, name, args, compiled, shared, checkpointing
                 )
+            found["lengths"][how] = partial(measure_lengths, name, args, compiled)
         found["logprob"][name] = partial(measure_logprob, name, args)
         found["sync"][name] = partial(measure_sync, name, args)
     return {part: found[part] for part in args.parts}

@@ -53,8 +53,8 @@ Counted in a step: weight sync (TRL without vLLM generates with the weights that
 rollout, scoring, forward, backward, clipping, optimizer. Not counted: loading, checkpoints, the
 first {warmup} of a run's {steps} steps. Sampling differs, so look at the response lengths. TRL's
 rollout includes decoding, which is in our reward; its update is its step without what precedes the
-first forward. Memory, 5 samples a second until a run's last step is done: on a GPU all that is in use
-there, on a CPU the sum of resident memory over all processes; and the peak of the main process
+first forward. Memory, 5 samples a second until a run's last step is done: on a GPU all that is in
+use there, on a CPU the sum of resident memory over all processes; and the peak of the main process
 (torch's allocator, getrusage)."""
 
 
@@ -280,6 +280,9 @@ def main(args: Args) -> None:
     print()
     table(*rows)
     print(COUNTED.format(warmup=args.warmup, steps=args.steps))
+    if args.trl:
+        medians = {name: median(r["time/step_s"] for r in records[name]) for name in records}
+        print(json.dumps({"TRL / grpo.py": medians["TRL"] / medians["grpo.py"]}))
 
 
 if __name__ == "__main__":
