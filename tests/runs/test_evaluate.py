@@ -18,6 +18,7 @@ from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
+from common.processes import ahead_in_threads
 from common.rewards import is_correct
 from common.rollout.evaluation import (
     format_table,
@@ -483,3 +484,23 @@ def test_what_is_only_evaluated_needs_no_rows_of_the_demo(tmp_path, tokenizer):
         assert train is None and len(evaluated) == num_rows
         # without rows of one's own it is the demo's
         assert folder.is_dir() == (num_rows == 1024)
+
+
+def test_rows_are_opened_ahead_and_no_further():
+    """In order; three besides the one that is taken, at most; an error comes with its own row."""
+    started = []
+
+    def open_row(i):
+        started.append(i)
+        if i == 8:
+            raise OSError("row 8")
+        return 10 * i
+
+    rows = ahead_in_threads(open_row, range(20), 3)
+    for i in range(8):
+        assert next(rows) == 10 * i
+        assert max(started) <= i + 3
+    with pytest.raises(OSError, match="row 8"):
+        next(rows)
+    assert list(ahead_in_threads(str, [], 3)) == []
+    assert list(ahead_in_threads(str, [1, 2], 3)) == ["1", "2"]
