@@ -40,6 +40,10 @@ TOY_UPDATE = f"{TOY_BENCH} --only update:smoke"
 TOY_STEP = (
     f"{TOY_BENCH} --prompt-tokens 256 --flags='--max-response-tokens 16 {{}}' --only step:smoke"
 )
+TOY_RUN = (
+    "--total-steps 1 --prompts-per-step 2 --samples-per-prompt 2 --no-eval-before --eval-rows 2 "
+    "--max-response-tokens 8"
+)
 PYTEST = "python -m pytest -q -s -p no:cacheprovider"
 
 
@@ -212,16 +216,22 @@ SECOND_CALL = [
         (Expected("TRL / grpo.py", least=2),),
     ),
 ]
+LORA = "python grpo.py --lora-rank 16 --eval-every 0 --output-dir {out}/lora"
 # each alone: vLLM reads the memory of the whole card
 THIRD_CALL = [
-    Item(file, f"{PYTEST} tests/gpu/{file}", f"{PYTEST} tests/gpu/{file} --collect-only", seconds)
-    for file, seconds in (
-        ("test_update.py", 150),
-        ("test_pictures.py", 150),
-        ("test_steps.py", 300),
-        ("test_ppo.py", 120),
-        ("test_engine.py", 240),
-    )
+    Item("LoRA", f"{LORA} --total-steps 3 --eval-rows 64", f"{LORA} {TOY_RUN}", 90),
+    *(
+        Item(
+            file, f"{PYTEST} tests/gpu/{file}", f"{PYTEST} tests/gpu/{file} --collect-only", seconds
+        )
+        for file, seconds in (
+            ("test_update.py", 150),
+            ("test_pictures.py", 150),
+            ("test_steps.py", 300),
+            ("test_ppo.py", 120),
+            ("test_engine.py", 240),
+        )
+    ),
 ]
 CALLS = (FIRST_CALL, SECOND_CALL, THIRD_CALL)
 
@@ -251,7 +261,8 @@ def missing(item: Item, args: Args) -> str:
 
 def run_item(item: Item, args: Args, limit_s: float) -> tuple[str, dict[str, float]]:
     """(how it ended, its figures)"""
-    command = item.toy if args.toy else item.command.replace("{trl}", str(args.trl))
+    command = item.toy if args.toy else item.command
+    command = command.replace("{trl}", str(args.trl)).replace("{out}", str(args.out))
     folder = ROOT
     if item.name == "1.5B as it was" and not args.toy:
         folder = args.before
@@ -315,6 +326,7 @@ def main(args: Args) -> None:
         for item in items:
             print(f"# {item.name}, at most {item.seconds} s\n{item.command}")
         return
+    args.out = args.out.absolute()  # an item may run in another folder
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.seconds
     figures: dict[str, dict[str, float]] = {}
