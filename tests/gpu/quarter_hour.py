@@ -184,8 +184,8 @@ SECOND_CALL = [
     ),
     Item(
         "level 2",  # when it passes, SLEEP_LEVEL of common/flags.py becomes 2
-        f"{PYTEST} tests/gpu/test_engine.py -k 'smollm2 and 2'",
-        f"{PYTEST} tests/gpu/test_engine.py -k 'smollm2 and 2' --collect-only",
+        f"{PYTEST} tests/gpu/test_engine.py -k 2-smollm2",
+        f"{PYTEST} tests/gpu/test_engine.py -k 2-smollm2 --collect-only",
         90,
     ),
     *(
@@ -202,7 +202,8 @@ SECOND_CALL = [
     Item(
         "Python of a rollout",
         "python tests/bench/rollout.py --what python --model smollm2",
-        "python tests/bench/rollout.py --what python --model tiny --trajectories 32",
+        "python tests/bench/rollout.py --what python --model tiny --trajectories 32 "
+        "--response-tokens 16",
         90,
         (Expected("us a token", 25, 40),),
     ),
