@@ -44,6 +44,9 @@ LORA_RATE_FACTOR = 10  # learning rate of adapters, by default, over that of ful
 MAX_MICRO_BATCH_TOKENS = 16_384  # of a micro-batch, unless a number is typed
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 OFFLOADS = ("optimizer", "reference")
+# of --sleep-level. 2 saves a copy to the host and back: when tests/gpu/test_engine.py has passed at
+# level 2 on a card, this becomes 2
+SLEEP_LEVEL = 1
 
 Count = Annotated[int, Gt(0), Le(2**53)]
 Limit = Annotated[int, Ge(0), Le(2**53)]  # 0: there is none
@@ -185,7 +188,7 @@ class Rollout:
     # further arguments of vLLM, such as '{"kv_cache_dtype": "fp8"}'
     engine_args: JsonObject | None = None
     # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU)
-    sleep_level: Literal[0, 1, 2] = 1
+    sleep_level: Literal[0, 1, 2] = SLEEP_LEVEL
     # stop if |engine - trainer| log-probs exceed this mean; default by dtype
     max_logprob_gap: Positive | None = None
     # samples per row in evaluation, with --eval-temperature; above 1: pass@k, maj@k

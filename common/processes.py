@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,18 @@ def in_threads(function: Callable, items: Iterable) -> list:
     does without Python's lock."""
     with ThreadPoolExecutor(cpus_of_rank()) as threads:
         return list(threads.map(function, items))
+
+
+def ahead_in_threads(function: Callable, items: Iterable, count: int) -> Iterator:
+    """Yield function(item) of each item, in order; threads compute up to `count` of them ahead."""
+    with ThreadPoolExecutor(cpus_of_rank()) as threads:
+        results = deque()
+        for item in items:
+            results.append(threads.submit(function, item))
+            if len(results) > count:
+                yield results.popleft().result()
+        while results:
+            yield results.popleft().result()
 
 
 def refuse_lone_ranks() -> None:

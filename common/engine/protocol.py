@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from common.distributed import World
+from common.flags import SLEEP_LEVEL
 from common.types import Completion, Request
 from common.vision import Vision
 
@@ -25,7 +26,8 @@ class EngineConfig:
     max_model_len: int  # longest prompt with its response (tokens)
     ranks: int = 1  # number of consecutive ranks that share it
     memory_gib: float = 1.0  # of the KV cache
-    sleep_level: int = 1  # see --sleep-level
+    num_samples: int = 1  # that a step has under way in it
+    sleep_level: int = SLEEP_LEVEL  # see --sleep-level
     trust_remote_code: bool = False
     vision: Vision | None = None
     max_images: int = 16  # of a prompt with its response

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -38,6 +39,16 @@ from common.weights import saved_sizes
 
 # errors of vLLM that lengths or memory may have caused
 LIMITS = re.compile("max_model_len|max_num_batched_tokens|max.seq.len|memory", re.IGNORECASE)
+# CUDA graphs that vLLM captures by default: up to so many samples, and those of large batches in
+# such steps
+MAX_GRAPH = 512
+GRAPH_STEP = 16
+CAPTURE_ARGS = {
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "enforce_eager",
+    "max_cudagraph_capture_size",
+}
 # engines that live until the process ends: shutting vLLM down takes more than a second
 _alive: list[object] = []
 
@@ -163,6 +174,27 @@ def has_states(model: nn.Module) -> bool:
     return model._is_stateful or any("attention" not in kind for kind in layer_types)
 
 
+def default_slots(device: torch.device) -> int:
+    """How many samples vLLM runs together on this GPU, unless --engine-args says otherwise."""
+    total = torch.cuda.mem_get_info(device)[1]
+    is_large = total >= 70 * 2**30 and "A100" not in torch.cuda.get_device_name(device)
+    return 1024 if is_large else 256
+
+
+def largest_graph(config: EngineConfig) -> int | None:
+    """The number of samples of the largest CUDA graph; None: vLLM's own choice.
+
+    vLLM captures graphs of up to 512 samples. What decodes more launches each kernel by itself.
+    """
+    if not CAPTURE_ARGS.isdisjoint(config.args):
+        return None
+    num_slots = config.args.get("max_num_seqs", default_slots(config.world.device))
+    num_samples = min(config.num_samples, num_slots)
+    if num_samples <= MAX_GRAPH:
+        return None
+    return ceil(num_samples / GRAPH_STEP) * GRAPH_STEP
+
+
 def engine_options(config: EngineConfig, on_gpu: bool, model: nn.Module) -> dict[str, object]:
     """Arguments of vLLM that depend on the machine, on pictures, on the model's kind (`model`, its
     skeleton) and on --engine-args."""
@@ -174,6 +206,7 @@ def engine_options(config: EngineConfig, on_gpu: bool, model: nn.Module) -> dict
         # the free memory, even if another process takes some of it first.
         options["gpu_memory_utilization"] = 0.5 * free / total
         options["enable_sleep_mode"] = config.sleep_level > 0
+        options["max_cudagraph_capture_size"] = largest_graph(config)
     else:
         # A prompt cut in chunks makes vLLM rewind the request's random generator, which CPU
         # generators cannot do.

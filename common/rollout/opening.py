@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from datetime import timedelta
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from common.command_line import refuse_idle
 from common.data.order import steps_of
 from common.data.prompts import PromptData
 from common.data.render import end_token_ids, end_turns_properly
+from common.distributed import World
 from common.engine.protocol import Engine, EngineConfig
 from common.files import user_errors
 from common.flags import Data, Rollout, Run, check_reward_timeout
@@ -249,6 +251,7 @@ def open_engine(job: Job, rollout: Rollout) -> Engine | None:
         end_ids=end_token_ids(job.path, job.tokenizer),
         max_model_len=job.max_model_len,
         memory_gib=job.engine_memory,
+        num_samples=samples_of_engine(rollout, job.world),
         sleep_level=rollout.sleep_level,
         ranks=rollout.engine_parallel,
         trust_remote_code=job.machine.trust_remote_code,
@@ -265,6 +268,12 @@ def open_engine(job: Job, rollout: Rollout) -> Engine | None:
     if rollout.eval_temperature == 0:
         note_sampling(Path(job.path))
     return engine
+
+
+def samples_of_engine(rollout: Rollout, world: World) -> int:
+    """The samples of a step that an engine has under way."""
+    prompts = ceil(rollout.prompts_per_step / world.size) * rollout.engine_parallel
+    return prompts * rollout.samples_per_prompt
 
 
 def start_engine(config: EngineConfig, uses_vllm: bool) -> Engine:

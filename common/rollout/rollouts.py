@@ -1,6 +1,6 @@
 """Sampling, scoring and evaluation, as one rank of an RL script does them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,12 @@ from common.engine.protocol import Engine
 from common.flags import Rollout
 from common.logger import Logger
 from common.models import sync_engine
-from common.processes import in_threads
-from common.progress import Progress, say
+from common.processes import ahead_in_threads, in_threads
+from common.progress import say
 from common.rewards import RewardWorkers, score_episodes
 from common.rollout.dumps import dump_rollouts
 from common.rollout.evaluation import as_sample, print_samples, report, summarize_with_bounds
-from common.rollout.sampling import sample_episodes
+from common.rollout.sampling import sample_episodes, sample_prompts
 from common.torch_repair import transformers
 from common.types import Episode, Row, Sampling, Watch
 
@@ -30,8 +30,11 @@ if TYPE_CHECKING:
     from common.rewards.model import RewardModel
     from common.rollout.trajectories import Turns
 
-MAX_SAMPLES = 256  # samples of an evaluation that a rank has under way
-MAX_ROWS_WITH_PICTURES = 64  # rows, if they have pictures: a megapixel takes 8 MB
+# samples of an evaluation that a rank has under way: as many as vLLM samples together
+MAX_SAMPLES = 256
+MAX_SAMPLES_ON_GPU = 1024  # without tools, which run in processes
+MAX_ROWS_WITH_PICTURES = 64  # rows in memory, if they have pictures: a megapixel takes 8 MB
+ROWS_AHEAD = 8  # of them, those that are opened before they are sampled
 
 
 @dataclass
@@ -68,25 +71,13 @@ class Rollouts:
     def sample(
         self, prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext
     ) -> list[Episode]:
-        """--samples-per-prompt episodes of each prompt, by the weights of step `step`."""
+        """--samples-per-prompt episodes of each prompt, by the weights of step `step`. Ranks that
+        share an engine all sample for the prompts of all of them."""
         sampling = Sampling(
             n=self.flags.samples_per_prompt,
             max_tokens=self.flags.max_response_tokens,
             temperature=self.flags.temperature,
         )
-        return self._sample(sampling, prompts, seed_step=step, weights_step=step, watch=watch)
-
-    def _sample(
-        self,
-        sampling: Sampling,
-        prompts: Mapping[int, Row],
-        *,
-        seed_step: int,
-        weights_step: int,
-        watch: Watch = nullcontext,
-    ) -> list[Episode]:
-        """Episodes of this rank's prompts. Ranks that share an engine all sample for the prompts of
-        all of them."""
         prompts_of_ranks = (
             gather_objects(prompts, self.engine_group) if self.engine_group else [prompts]
         )
@@ -98,16 +89,21 @@ class Rollouts:
             dict(sorted(all_prompts.items())),
             sampling,
             seed=self.seed,
-            step=seed_step,
-            weights_step=weights_step,
+            step=step,
+            weights_step=step,
             turns=self.turns,
             watch=watch,
         )
-        if self.engine_group:
-            token_ids = tuple(token for episode in episodes for token in episode.response_ids)
-            if len(set(gather_objects(hash(token_ids), self.engine_group))) > 1:
-                raise RuntimeError("the ranks that share an engine have sampled different tokens")
+        self._check_same_tokens(episodes)
         return [episode for episode in episodes if episode.prompt_index in prompts]
+
+    def _check_same_tokens(self, episodes: list[Episode]) -> None:
+        """RuntimeError if the ranks that share the engine have sampled different tokens."""
+        if self.engine_group is None:
+            return
+        token_ids = tuple(token for episode in episodes for token in episode.response_ids)
+        if len(set(gather_objects(hash(token_ids), self.engine_group))) > 1:
+            raise RuntimeError("the ranks that share an engine have sampled different tokens")
 
     def score(self, episodes: list[Episode], prompts: Mapping[int, Row]) -> None:
         """Fill the rewards of episodes. A reward model takes the engine's place in memory."""
@@ -128,18 +124,12 @@ class Rollouts:
         a table to the console.
         """
         sync_engine(self.engine, policy, step)
-        samples: list[dict] = []
         num_rows = min(self.eval_rows, len(self.eval_data))
-        rows_at_once = self._rows_at_once()
-        for start in Progress("evaluation", range(0, num_rows, rows_at_once)):
-            end = min(start + rows_at_once, num_rows)
-            new_samples = self._evaluate_rows(
-                range(start + self.world.rank, end, self.world.size), step
-            )
-            for samples_of_rank in gather_objects(new_samples):
-                samples += samples_of_rank
-            sign_of_life()
+        own_samples = self._evaluate_rows(num_rows, step)
         self.engine.sleep()
+        samples: list[dict] = []
+        for samples_of_rank in gather_objects(own_samples):
+            samples += samples_of_rank
         samples.sort(key=lambda sample: sample["group"])
         if self.world.is_main:
             self._write_samples(samples, step, samples_file, num_rows)
@@ -158,24 +148,77 @@ class Rollouts:
             f"{len(self.eval_data)} rows (--eval-rows)"
         )
 
+    @property
     def _rows_at_once(self) -> int:
-        """Rows of an evaluation that are under way together, over all ranks."""
-        rows = MAX_SAMPLES // self.flags.eval_samples
+        """Rows of an evaluation that a rank has under way."""
+        num_samples = MAX_SAMPLES
+        if self.world.device.type == "cuda" and self.turns is None:
+            num_samples = MAX_SAMPLES_ON_GPU
+        num_rows = max(1, num_samples // self.flags.eval_samples)
         if self.eval_data.vision:
-            rows = min(rows, MAX_ROWS_WITH_PICTURES)
-        return max(1, rows) * self.world.size
+            num_rows = min(num_rows, MAX_ROWS_WITH_PICTURES - ROWS_AHEAD)
+        return num_rows
 
-    def _evaluate_rows(self, numbers: range, step: int) -> list[dict]:
-        """Samples of these rows, scored where the row has a truth."""
-        rows = {row.index: row for row in in_threads(self.eval_data.__getitem__, numbers)}
+    def _evaluate_rows(self, num_rows: int, step: int) -> list[dict]:
+        """Samples of this rank's share of the first `num_rows` rows, scored where a row has a
+        truth.
+
+        A row is opened when another one has all its samples, so none waits for the longest of the
+        others. Rows are scored, and dropped, as many at a time as are under way. Ranks that share
+        an engine sample the rows of all of them.
+        """
         sampling = Sampling(
             n=self.flags.eval_samples,
             max_tokens=self.flags.max_response_tokens,
             temperature=self.flags.eval_temperature,
             top_p=self.flags.eval_top_p,
         )
-        # no training step: the seeds of an evaluation do not depend on when it happens
-        episodes = self._sample(sampling, rows, seed_step=-1, weights_step=step)
+        ranks = self.flags.engine_parallel
+        first_rank = self.world.rank // ranks * ranks
+        ranks_of_engine = range(first_rank, first_rank + ranks)
+        numbers = [n for n in range(num_rows) if n % self.world.size in ranks_of_engine]
+        own_rows: set[int] = set()
+
+        def open_rows() -> Iterator[tuple[int, Row]]:
+            opened = ahead_in_threads(self.eval_data.__getitem__, numbers, ROWS_AHEAD)
+            for number, row in zip(numbers, opened):
+                if number % self.world.size == self.world.rank:
+                    own_rows.add(row.index)
+                yield row.index, row
+
+        rows_at_once = ranks * self._rows_at_once
+        samples: list[dict] = []
+        rows: dict[int, Row] = {}  # sampled, and not scored so far
+        episodes: list[Episode] = []  # theirs
+        sampled = sample_prompts(
+            self.engine,
+            open_rows(),
+            len(numbers),
+            sampling,
+            seed=self.seed,
+            step=-1,  # the seeds of an evaluation do not depend on when it happens
+            weights_step=step,
+            turns=self.turns,
+            at_once=rows_at_once,
+            label="evaluation, responses",
+        )
+        for num_sampled, (row, episodes_of_row) in enumerate(sampled, start=1):
+            rows[row.index] = row
+            row.media = []  # the engine alone needs pictures
+            for episode in episodes_of_row:
+                episode.media = []
+                episodes.append(episode)
+            if len(rows) == rows_at_once or num_sampled == len(numbers):
+                self._check_same_tokens(episodes)
+                own_episodes = [e for e in episodes if e.prompt_index in own_rows]
+                samples += self._score_samples(own_episodes, rows)
+                rows = {}
+                episodes = []
+                sign_of_life()
+        return samples
+
+    def _score_samples(self, episodes: list[Episode], rows: Mapping[int, Row]) -> list[dict]:
+        """Samples of an evaluation, scored where the row has a truth."""
         with_truth = [e for e in episodes if rows[e.prompt_index].ground_truth is not None]
         score_episodes(with_truth, rows, self.reward_workers, self.tokenizer)
         has_tools = self.turns is not None

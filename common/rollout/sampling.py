@@ -1,13 +1,15 @@
 """Sampling episodes of one or several turns with an engine: token ids in, token ids out."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from common.engine.protocol import Engine
 from common.progress import Progress
+from common.rollout.queue import PromptQueue
 from common.types import Episode, Request, Row, Sampling, Watch
 
 if TYPE_CHECKING:
@@ -35,25 +37,53 @@ def sample_episodes(
     turns: "Turns | None" = None,
     watch: Watch = nullcontext,
 ) -> list[Episode]:
-    """`sampling.n` episodes of each prompt index, prompt by prompt. `sampling.max_tokens` bounds
-    all that follows a prompt.
+    """`sampling.n` episodes of each prompt index, prompt by prompt: all of `sample_prompts`."""
+    groups: dict[int, list[Episode]] = {}
+    for _, episodes in sample_prompts(
+        engine,
+        prompts.items(),
+        len(prompts),
+        sampling,
+        seed=seed,
+        step=step,
+        weights_step=weights_step,
+        turns=turns,
+        watch=watch,
+    ):
+        groups[episodes[0].prompt_index] = episodes
+    return [episode for index in prompts for episode in groups[index]]
 
+
+def sample_prompts(
+    engine: Engine,
+    prompts: Iterable[tuple[int, Row]],
+    count: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    step: int,
+    weights_step: int,
+    turns: "Turns | None" = None,
+    watch: Watch = nullcontext,
+    at_once: float = inf,
+    label: str = "sampled responses",
+) -> Iterator[tuple[Row, list[Episode]]]:
+    """Each row with its `sampling.n` episodes, as soon as all of them have ended.
+    `sampling.max_tokens` bounds all that follows a prompt.
+
+    At most `at_once` of the `count` prompts are under way; when one has ended, the next is opened.
     Without `turns` an episode is one answer. With them requests proceed on their own: while tools
     run in their workers, the engine samples for the others. `watch` times the engine and, when it
     has nothing to do, the tools.
     """
-    episodes = []
-    for index, row in prompts.items():
-        for sample_index in range(sampling.n):
-            episodes.append(new_episode(index, sample_index, row))
-    readable = [key for key, episode in enumerate(episodes) if not episode.finish_reason]
-    progress = Progress("sampled responses", len(readable))
+    queue = PromptQueue(prompts, count, sampling.n, at_once)
+    progress = Progress(label, count * sampling.n)
     max_turn_tokens = sampling.max_tokens
     if turns and turns.flags.max_turn_tokens:
         max_turn_tokens = turns.flags.max_turn_tokens
 
     def submit(key: int, n: int = 1) -> None:
-        episode = episodes[key]
+        episode = queue.episodes[key]
         tokens_left = sampling.max_tokens - len(episode.response_ids)
         turn_seed = request_seed(seed, step, episode.prompt_index, episode.turns)
         request = Request(
@@ -66,45 +96,32 @@ def sample_episodes(
         )
         engine.submit(request)
 
+    def sample_answers() -> Iterator[int]:
+        """The keys of episodes of one answer each, when they have ended."""
+        while engine.busy or queue.can_take:
+            for key in queue.take():
+                if queue.episodes[key].finish_reason:
+                    yield key
+                elif key % sampling.n == 0:  # one request for a group
+                    submit(key, sampling.n)
+            if not engine.busy:
+                continue
+            with watch("engine"):
+                answered = engine.step()
+            for first_key, completions in answered:
+                for key, completion in enumerate(completions, start=first_key):
+                    queue.episodes[key].add_turn(completion, sampling.max_tokens)
+                    yield key
+            progress.add(0)
+
     if turns:
-        turns.sample(
-            engine,
-            episodes,
-            prompts,
-            sampling.max_tokens,
-            submit,
-            progress,
-            watch,
-            seed=f"{seed}/{step}",
+        ended_keys = turns.sample(
+            engine, queue, sampling.max_tokens, submit, watch, seed=f"{seed}/{step}"
         )
-        return episodes
-    for key in readable[:: sampling.n]:  # one request for a group
-        submit(key, sampling.n)
-    while engine.busy:
-        with watch("engine"):
-            answered = engine.step()
-        for key, completions in answered:
-            for episode, completion in zip(episodes[key:], completions):
-                episode.add_turn(completion, sampling.max_tokens)
-                progress.add()
-        progress.add(0)
-    return episodes
-
-
-def new_episode(index: int, sample_index: int, row: Row) -> Episode:
-    """An episode of which nothing was sampled so far, and nothing will be if the row has a
-    problem."""
-    episode = Episode(
-        prompt_index=index,
-        sample_index=sample_index,
-        prompt_ids=row.prompt_ids,
-        response_ids=[],
-        loss_mask=[],
-        logprobs=[],
-        media=list(row.media),
-        row=row.index,
-        truth=row.truth,
-    )
-    if row.problem:
-        episode.finish_reason = "unreadable"
-    return episode
+    else:
+        ended_keys = sample_answers()
+    for key in ended_keys:
+        progress.add()
+        ended_prompt = queue.end(key)
+        if ended_prompt:
+            yield ended_prompt

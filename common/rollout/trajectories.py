@@ -1,6 +1,6 @@
 """Multi-turn trajectories: the policy calls tools, reads their replies, and takes the next turn."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -11,8 +11,8 @@ from common.engine.protocol import Engine
 from common.flags import Rollout
 from common.pictures import Media
 from common.processes import cpus_of_rank
-from common.progress import Progress
 from common.rollout.observations import Observations
+from common.rollout.queue import PromptQueue
 from common.tools import find_tool
 from common.tools.environments import (
     CLOSE,
@@ -156,41 +156,45 @@ class Turns:
     def sample(
         self,
         engine: Engine,
-        episodes: list[Episode],
-        prompts: Mapping[int, Row],
+        queue: PromptQueue,
         max_tokens: int,
         submit: Callable[[int], None],
-        progress: Progress,
         watch: Watch,
         seed: str,
-    ) -> None:
-        """Fill the episodes that have no finish_reason yet, turn after turn.
+    ) -> Iterator[int]:
+        """Take prompts from the queue, and fill their episodes turn after turn. Yields the keys of
+        those that have ended.
 
-        submit: requests the next turn of episodes[key] from the engine. seed: of the step;
+        submit: requests the next turn of queue.episodes[key] from the engine. seed: of the step;
         environments get it with the number of the prompt, tools with that of the sample, too.
         """
         trajectories: dict[int, Trajectory] = {}
-        for key, episode in enumerate(episodes):
-            if not episode.finish_reason:
-                row = prompts[episode.prompt_index]
-                protocol = self.protocol_of(row)
-                trajectories[key] = Trajectory(key, episode, row, protocol, max_tokens, seed)
+        ended_keys: list[int] = []
 
         def go_on(trajectory: Trajectory) -> None:
             if trajectory.ended:
-                progress.add()
+                del trajectories[trajectory.key]
+                ended_keys.append(trajectory.key)
             elif trajectory.call:
                 self.ask(trajectory)
             else:
                 submit(trajectory.key)
 
-        for trajectory in trajectories.values():
-            if trajectory.row.environment is not None:
-                trajectory.call = OPENING
-            go_on(trajectory)
         completions: dict[int, Completion] = {}
         replies: dict[int, ToolReply] = {}  # their pictures are being decoded
-        while engine.busy or self.workers.pending or replies:
+        while queue.can_take or trajectories:
+            for key in queue.take():
+                episode = queue.episodes[key]
+                if episode.finish_reason:
+                    ended_keys.append(key)
+                    continue
+                row = queue.row_of(key)
+                protocol = self.protocol_of(row)
+                trajectory = Trajectory(key, episode, row, protocol, max_tokens, seed)
+                trajectories[key] = trajectory
+                if row.environment is not None:
+                    trajectory.call = OPENING
+                go_on(trajectory)
             if engine.busy:
                 with watch("engine"):
                     for key, (completion,) in engine.step():
@@ -198,27 +202,35 @@ class Turns:
             turns_may_go_on = not (self.lockstep and engine.busy)
             if turns_may_go_on:
                 for key in sorted(completions):
-                    self.take_turn(trajectories[key], completions.pop(key))
-                    go_on(trajectories[key])
+                    trajectory = trajectories[key]
+                    self.take_turn(trajectory, completions.pop(key))
+                    go_on(trajectory)
+            yield from ended_keys
+            ended_keys.clear()
             with watch("tools"):
-                self._poll_tools(engine.busy, replies)
-            everything_is_idle = not engine.busy and not self.workers.pending
+                engine_has_work = engine.busy or queue.can_take
+                self._poll_tools(engine_has_work, replies)
+            # In lock-step new prompts come first: a reply that is fast must not overtake them.
+            everything_is_idle = not engine_has_work and not self.workers.pending
             replies_may_go_on = everything_is_idle or not self.lockstep
             if replies_may_go_on:
                 for key in sorted(replies):
                     if self.lockstep or replies[key].opened.done():
-                        self.take_reply(trajectories[key], replies.pop(key))
-                        go_on(trajectories[key])
+                        trajectory = trajectories[key]
+                        self.take_reply(trajectory, replies.pop(key))
+                        go_on(trajectory)
+            yield from ended_keys
+            ended_keys.clear()
 
-    def _poll_tools(self, engine_busy: bool, replies: dict[int, ToolReply]) -> None:
+    def _poll_tools(self, engine_has_work: bool, replies: dict[int, ToolReply]) -> None:
         """Add to `replies` those that have come, and begin to decode their pictures."""
         # wait for a tool only if nothing else is left to do; in lock-step replies go on together
         can_go_on = bool(replies) and not self.lockstep
-        timeout_s = 0.0 if engine_busy or can_go_on else 1.0
+        timeout_s = 0.0 if engine_has_work or can_go_on else 1.0
         for key, reply in self.workers.poll(timeout_s):
             reply.opened = self.threads.submit(self.observations.open_pictures, reply)
             replies[key] = reply
-        if not engine_busy:
+        if not engine_has_work:
             # not for long: the reply of another tool may come first
             wait([reply.opened for reply in replies.values()], 0.01, FIRST_COMPLETED)
 

@@ -7,17 +7,17 @@ step by phase.
     python tests/bench/gpu.py --only "update:7B, checkpointing"     # one measurement
     python tests/bench/gpu.py --models 1.5B --parts update --profile        # and where the time
     goes
+    python tests/bench/gpu.py --models 1.5B 7Bx8 --prompts 8 --parts update # the goals
     python tests/bench/gpu.py --models smoke --threads 2            # that it works, on a CPU too
 
 Weights are random, in the shapes of Qwen2.5 (0.1B: of SmolLM2), since their values play no part in
 speed. Every measurement is a process of its own, so that none inherits the memory of another.
 
 update: backward of grpo.py and AdamW's step, no engine beside it; groups of 8 responses of 768
-tokens, prompts of 256. MFU counts the model's arithmetic (6 per weight and token, 12 x layers x
-width per pair of tokens that attend; the head
-for trained tokens), not what is recomputed, against the peak of dense bf16. sync: all weights,
-float32 to engine. step: `grpo.py` as it is run, generating up to 512 tokens, medians without the
-first step.
+tokens, prompts of 256. MFU in three conventions (roofline.py), which has the goals, too, and what
+they are on paper; 7Bx8 has 8 of the 28 layers of 7B. lengths: how often layers are compiled for
+micro-batches of ten lengths. sync: all weights, float32 to engine. step: `grpo.py` as it is run,
+generating up to 512 tokens, medians without the first step.
 """
 
 import json
@@ -29,24 +29,33 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, get_args
 
 import logprobs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import tyro
-from model_configs import QWEN2
 from report import ROOT, gpu_bytes, header, table
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from roofline import (
+    GOALS,
+    LENGTHS,
+    SHAPES,
+    UPDATES,
+    Model,
+    model_flops,
+    peak_flops,
+    seconds_on_eight,
+)
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import grpo
 from common.attention import choose_attention
-from common.distributed import init_world, make_mesh, wrap_model
+from common.distributed import World, init_world, make_mesh, wrap_model
 from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine
 from common.flags import Rollout
@@ -54,32 +63,29 @@ from common.hub import FOLDERS
 from common.look.curves import read_metrics
 from common.models import engine_weights, load_model
 from common.optimizer import GuardedAdamW
-from common.packing import MicroBatch, Packer, TokenIndex
+from common.packing import Minibatch, Packer, TokenIndex
 from common.script import run
 from common.types import Episode
 
-SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
-    "smoke": (128, 256, 2, 2, 1, 512, True),
-    "0.1B": (576, 1536, 30, 9, 3, 49_152, True),
-    **QWEN2,
-}
-# dense bf16, without sparsity, of the SXM boards
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 LARGE = ("7B", "14B", "32B", "72B")  # whose activations do not fit beside Adam
-PROMPT, RESPONSE, GROUP = 256, 768, 8  # tokens, tokens, samples of a prompt
+GROUP = len(LENGTHS) - 1  # samples of a prompt
 STEPS = 4  # of grpo.py
-Part = Literal["update", "logprob", "sync", "step"]
+Part = Literal["update", "lengths", "logprob", "sync", "step"]
 
 
 @dataclass
 class Args:
     models: tuple[str, ...] = ("0.1B", "1.5B", "7B")
-    parts: tuple[Part, ...] = ("update", "logprob", "sync", "step")
+    parts: tuple[Part, ...] = ("update", "lengths", "logprob", "sync", "step")
     micro_batch_tokens: int = 16384  # tokens of one forward and backward
     prompts: int = 16  # groups of an update, and of a step
+    prompt_tokens: int = LENGTHS[0]
+    response_tokens: int = LENGTHS[1]  # of an update
     repeats: int = 5  # timed repetitions, after two that are not
     threads: int = 16  # of a CPU
     profile: bool = False  # which kernels an update spends its time in
+    load: str = "{}"  # update: further arguments of load_model, as JSON
+    flags: str = ""  # step: further flags of grpo.py, such as "--engine-memory 32"
     # one measurement in this process, as JSON: what the benchmark itself calls
     only: str | None = None
 
@@ -131,32 +137,44 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def make_episodes(prompts: int, vocabulary: int) -> list[Episode]:
+def make_episodes(args: Args, vocabulary: int) -> list[Episode]:
     generator = torch.Generator().manual_seed(0)
+    length = args.response_tokens
     episodes = []
-    for p in range(prompts):
-        prompt = torch.randint(1, vocabulary, (PROMPT,), generator=generator).tolist()
+    for p in range(args.prompts):
+        prompt = torch.randint(1, vocabulary, (args.prompt_tokens,), generator=generator).tolist()
         for s in range(GROUP):
-            ids = torch.randint(1, vocabulary, (RESPONSE,), generator=generator).tolist()
+            ids = torch.randint(1, vocabulary, (length,), generator=generator).tolist()
             episodes.append(
-                Episode(
-                    p, s, prompt, ids, [1] * RESPONSE, [-1.0] * RESPONSE, "stop", {"score": s % 2}
-                )
+                Episode(p, s, prompt, ids, [1] * length, [-1.0] * length, "stop", {"score": s % 2})
             )
     return episodes
 
 
-def model_flops(config, batches: list[MicroBatch], num_parameters: int) -> float:
-    """Of forward and backward, nothing recomputed. num_parameters: without the embeddings."""
-    rows = sum(batch.input_ids.numel() for batch in batches)
-    trained = sum(len(batch.targets) for batch in batches)
-    pairs = 0
-    for prompt, *responses in (unit for batch in batches for unit in batch.units):
-        pairs += prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in responses)
-    attention = 12 * config.num_hidden_layers * config.hidden_size * pairs
-    return (
-        6 * num_parameters * rows + 6 * config.vocab_size * config.hidden_size * trained + attention
-    )
+def random_policy(name: str, args: Args, world: World, compiled: bool, checkpointing: bool):
+    """A policy with random weights, and the attention that it has."""
+    attention = choose_attention("auto", world.device)
+    with tempfile.TemporaryDirectory() as folder:
+        make_config(name).save_pretrained(folder)
+        with world.device:
+            options = {
+                "gradient_checkpointing": checkpointing,
+                "compile_layers": compiled,
+                "from_scratch": True,
+            } | json.loads(args.load)
+            policy = load_model(folder, attention, **options)
+    return policy, attention
+
+
+def tokens_of(episodes: list[Episode], index: TokenIndex, device: torch.device) -> grpo.Tokens:
+    length = len(episodes[0].response_ids)
+    flat = [
+        torch.full((len(index),), value, device=device)
+        for value in (float(length), -1.0, -1.0, -1.0, 0.0)
+    ]
+    tokens = grpo.Tokens(index.episode_of_token.to(device), *flat)
+    tokens.advantages = (index.episode_of_token % 2).to(device) - 0.5
+    return tokens
 
 
 def measure_update(
@@ -164,36 +182,22 @@ def measure_update(
 ) -> dict[str, float]:
     world = init_world()
     device = world.device
-    attention = choose_attention("auto", device)
-    with tempfile.TemporaryDirectory() as folder:
-        make_config(name).save_pretrained(folder)
-        with device:
-            options = {
-                "gradient_checkpointing": checkpointing,
-                "compile_layers": compiled,
-                "from_scratch": True,
-            }
-            policy = load_model(folder, attention, **options)
-        config = AutoConfig.from_pretrained(folder)
+    policy, attention = random_policy(name, args, world, compiled, checkpointing)
+    config = policy.model.config
     embeddings = policy.model.get_input_embeddings().weight.numel() * (
         1 if config.tie_word_embeddings else 2
     )
     num_parameters = sum(p.numel() for p in policy.parameters()) - embeddings
     policy = wrap_model(policy, make_mesh(world, "fsdp"), torch.bfloat16)
     optimizer = GuardedAdamW(policy, torch.bfloat16, weight_decay=0.01, max_grad_norm=1.0)
-    episodes = make_episodes(args.prompts, config.vocab_size)
+    episodes = make_episodes(args, config.vocab_size)
     index = TokenIndex(episodes)
     packer = Packer(attention, args.micro_batch_tokens, Path("nowhere"), world)
     if not shared:
         packer.layout["share_prompts"] = False
     (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
-    flat = [
-        torch.full((len(index),), value, device=device)
-        for value in (float(RESPONSE), -1.0, -1.0, -1.0, 0.0)
-    ]
-    tokens = grpo.Tokens(index.episode_of_token.to(device), *flat)
-    tokens.advantages = (index.episode_of_token % 2).to(device) - 0.5
-    script_args = grpo.Args(rollout=Rollout(max_response_tokens=RESPONSE))
+    tokens = tokens_of(episodes, index, device)
+    script_args = grpo.Args(rollout=Rollout(max_response_tokens=args.response_tokens))
 
     def update() -> None:
         grpo.backward(policy, minibatch, tokens, script_args, world, store_old_logprobs=True)
@@ -213,14 +217,52 @@ def measure_update(
             file=sys.stderr,
         )
     result = {"s": took, "trained tokens/s": len(index) / took, "peak GB": 0.0}
-    flops = model_flops(config, minibatch.micro_batches, num_parameters) / took
     if device.type == "cuda":
         result["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-        peak = next(
-            (x for board, x in PEAK_FLOPS.items() if board in torch.cuda.get_device_name()), None
-        )
-        result |= {"MFU %": 100 * flops / peak} if peak else {}
-    return result | {"TFLOP/s": flops / 1e12}
+    counted = count_flops(replace(Model.named(name), weights=num_parameters), minibatch)
+    peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    if peak:
+        result["MFU %"] = 100 * counted["ours"] / took / peak
+        for convention in ("torchtitan", "verl"):
+            result[f"{convention}'s %"] = 100 * counted[convention] / took / peak
+    return result | {"TFLOP/s": counted["ours"] / took / 1e12}
+
+
+def count_flops(model: Model, minibatch: Minibatch) -> dict[str, float]:
+    """Of an update, by convention."""
+    batches = minibatch.micro_batches
+    units = [unit for batch in batches for unit in batch.units]
+    num_rows = sum(batch.input_ids.numel() for batch in batches)
+    num_trained = sum(len(batch.targets) for batch in batches)
+    return {
+        convention: model_flops(model, units, num_rows, num_trained, convention)
+        for convention in ("ours", "torchtitan", "verl")
+    }
+
+
+def measure_lengths(name: str, args: Args, compiled: bool) -> dict[str, float]:
+    """How often layers are compiled for ten micro-batches of as many lengths: number of graphs, and
+    of breaks in them."""
+    world = init_world()
+    policy, attention = random_policy(name, args, world, compiled, checkpointing=False)
+    policy = wrap_model(policy, make_mesh(world, "fsdp"), torch.bfloat16)
+    packer = Packer(attention, args.micro_batch_tokens, Path("nowhere"), world)
+    script_args = grpo.Args(rollout=Rollout(max_response_tokens=args.response_tokens))
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for i in range(10):
+        shorter = replace(args, prompts=1, response_tokens=max(1, args.response_tokens - 16 * i))
+        episodes = make_episodes(shorter, SHAPES[name][5])
+        index = TokenIndex(episodes)
+        (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
+        tokens = tokens_of(episodes, index, world.device)
+        grpo.backward(policy, minibatch, tokens, script_args, world, store_old_logprobs=True)
+    num_layers = SHAPES[name][2]
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "layers": num_layers,
+        "graph breaks": sum(counters["graph_break"].values()),
+    }
 
 
 def measure_logprob(name: str, args: Args) -> dict[str, float]:
@@ -233,7 +275,8 @@ def measure_logprob(name: str, args: Args) -> dict[str, float]:
     }
     got = logprobs.measure(logprobs.Args(dtypes=("bf16",), only="chunked", **options))
     extra = got["both MB"] - got["gradients MB"]
-    return {"s": got["both s"], "MB a token": extra / args.micro_batch_tokens}
+    tokens = args.micro_batch_tokens
+    return {"s": got["both s"], "s a token": got["both s"] / tokens, "MB a token": extra / tokens}
 
 
 def measure_sync(name: str, args: Args) -> dict[str, float]:
@@ -323,7 +366,7 @@ def measure_step(name: str, args: Args, compiled: bool) -> dict[str, float]:
             "--samples-per-prompt",
             GROUP,
             "--max-prompt-tokens",
-            PROMPT,
+            args.prompt_tokens,
             "--max-response-tokens",
             512,
         ]
@@ -331,6 +374,7 @@ def measure_step(name: str, args: Args, compiled: bool) -> dict[str, float]:
         command += ["--micro-batch-tokens", tokens, "--dtype", "bf16", "--max-logprob-gap", 1.0]
         command += ["--gradient-checkpointing"] if name in LARGE else []
         command += ["--compile"] if compiled else []
+        command += args.flags.split()
         steps = first_steps(list(map(str, command)), folder)[1:]
     names = {
         "rollout_s": "rollout",
@@ -374,7 +418,7 @@ def first_steps(command: list[str], folder: Path) -> list[dict[str, float]]:
 
 def cases(args: Args) -> dict[str, dict[str, Callable[[], dict[str, float]]]]:
     """{part: {label: measurement}}; what is compiled is measured on GPUs alone."""
-    found: dict[str, dict] = {part: {} for part in ("update", "logprob", "sync", "step")}
+    found: dict[str, dict] = {part: {} for part in get_args(Part)}
     for name in args.models:
         for compiled in (False, True) if torch.cuda.is_available() else (False,):
             how = f"{name}, compiled" if compiled else name
@@ -387,6 +431,7 @@ def cases(args: Args) -> dict[str, dict[str, Callable[[], dict[str, float]]]]:
                 found["update"][label] = partial(
                     measure_update, name, args, compiled, shared, checkpointing
                 )
+            found["lengths"][how] = partial(measure_lengths, name, args, compiled)
         found["logprob"][name] = partial(measure_logprob, name, args)
         found["sync"][name] = partial(measure_sync, name, args)
     return {part: found[part] for part in args.parts}
@@ -402,8 +447,9 @@ def main(args: Args) -> None:
         print("\n" + json.dumps(found[part][label]()))
         return
     header(f"on a GPU: {', '.join(args.models)}; {args.prompts} x {GROUP} responses", args.threads)
+    results_of: dict[str, dict[str, dict[str, float]]] = {}
     for part, measurements in found.items():
-        results = {}
+        results = results_of[part] = {}
         for label in measurements:
             command = [sys.executable, *sys.argv, "--only", f"{part}:{label}"]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -422,6 +468,44 @@ def main(args: Args) -> None:
         if results:
             cells = [[f"{r[c]:.4g}" if c in r else "-" for c in columns] for r in results.values()]
             table([part, *columns], *([label, *row] for label, row in zip(results, cells)))
+    if torch.cuda.is_available():
+        print_goals(results_of)
+
+
+def print_goals(results_of: dict[str, dict[str, dict[str, float]]]) -> None:
+    """MFU of the configurations that have a goal, as seen and on paper."""
+    card = torch.cuda.get_device_name()
+    peak = peak_flops(card)
+    if not peak:
+        print(f"{card}: no peak in tests/bench/roofline.py, so no MFU")
+        return
+    updates = results_of.get("update", {})
+    seen = {label: updates[label]["MFU %"] for label in GOALS if label in updates}
+    on_eight = "7B, compiled, 8 GPUs"
+    head = results_of.get("logprob", {}).get("7B")
+    if head and "7Bx8, compiled" in updates:
+        seen[on_eight] = mfu_on_eight(updates["7Bx8, compiled"], head["s a token"], peak)
+    for label, percent in seen.items():
+        computed = (
+            ", computed from 7Bx8, the head and the rest on paper" if label == on_eight else ""
+        )
+        paper = 100 * UPDATES[label].mfu(peak_flops("H100"))
+        print(
+            f"{label}: MFU {percent:.1f} %{computed}; the goal on an H100 is {GOALS[label]:.0f}, "
+            f"on paper {paper:.1f}"
+        )
+
+
+def mfu_on_eight(update: dict[str, float], head_seconds: float, peak: float) -> float:
+    """Percent, of 7B on eight GPUs with the tokens of an update of 7Bx8 on each of them.
+
+    head_seconds: of a trained token, forward and backward.
+    """
+    trained = update["s"] * update["trained tokens/s"]
+    paper = UPDATES["7B, compiled, 8 GPUs"]
+    flops = paper.flops() * trained / (paper.micro_batches * paper.num_trained)
+    seconds = seconds_on_eight(update["s"], head_seconds * trained, trained)
+    return 100 * flops / seconds / peak
 
 
 if __name__ == "__main__":

@@ -4,15 +4,21 @@ what a sync takes.
     python tests/bench/rollout.py --what batches --model smollm2
     python tests/bench/rollout.py --what tail --model tiny
     torchrun --nproc_per_node 2 tests/bench/rollout.py --what sync --model smollm2 --threads 1
+    python tests/bench/rollout.py --what python --model tiny
 
 batches: so many sequences of 64 tokens at once, none of which ends before; the limit is the time of
 their matrix products alone at the rate of a large square one. tail: Countdown's prompts, 8 samples
 each, which end where the model ends them; how long the last tenth of them keeps the engine, with so
 many at once, prompts in the order of the file or the longest first. sync: the weights from the
-trainer's float32 shards into the engine, one rank or several.
+trainer's float32 shards into the engine, one rank or several. python: what vLLM and we compute in
+Python, in microseconds of a CPU for each token of each sample, by part; on a GPU as many tokens a
+second can be sampled as that leaves. The last line is JSON.
 """
 
+import json
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,18 +42,18 @@ from common.hub import load_tokenizer, resolve_model
 from common.models import load_model, sync_engine
 from common.processes import keep_freed_memory
 from common.progress import say
-from common.rollout.sampling import request_seed
-from common.types import Request, Sampling
+from common.rollout.sampling import request_seed, sample_episodes
+from common.types import Request, Row, Sampling
 
 SIZES = (4, 16, 64, 256)
 
 
 @dataclass
 class Args:
-    what: Literal["batches", "tail", "sync"] = "batches"
+    what: Literal["batches", "tail", "sync", "python"] = "batches"
     model: str = "smollm2"
-    trajectories: int = 512  # of the tail
-    response_tokens: int = 256  # of the tail: longest response
+    trajectories: int = 512  # of the tail, and of python
+    response_tokens: int = 256  # of the tail: longest response; of python: all of them
     threads: int = 2  # of a CPU
 
 
@@ -149,6 +155,78 @@ def sync(args: Args, world: World) -> None:
     took = f"{median(seconds[2:]):.2f} s (first {seconds[0]:.2f})"
     say(f"sync of {n:.3f}e9 weights, {world.size} rank(s): {took}")
     say(f"needed: {2 * n:.2f} GB into each engine; a rank reads {4 * n / world.size:.2f} GB\n")
+
+
+class Stopwatch:
+    """CPU seconds of this thread by part; a part that another one calls is not counted twice."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.parts: list[str] = []  # under way, the innermost last
+        self.last = time.thread_time()
+
+    def switch(self) -> None:
+        """Count the time since the last switch."""
+        now = time.thread_time()
+        if self.parts:
+            self.seconds[self.parts[-1]] += now - self.last
+        self.last = now
+
+    def time(self, part: str, owner: object, name: str) -> None:
+        """From now on count what the method `owner.name` takes."""
+        method = getattr(owner, name)
+        setattr(owner, name, self.timed(part, method))
+
+    def timed(self, part: str, function: Callable) -> Callable:
+        def wrapper(*args, **kwargs):
+            self.switch()
+            self.parts.append(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.switch()
+                self.parts.pop()
+
+        return wrapper
+
+
+def python(args: Args, world: World) -> None:
+    engine = start(world, args.model, 32 + args.response_tokens, ends=False)
+    sync_engine(engine, trainer(world, args.model), 0)
+    llm = engine.llm.llm_engine
+    core = llm.engine_core.engine_core
+    watch = Stopwatch()
+    watch.time("vLLM: schedule", core.scheduler, "schedule")
+    watch.time("vLLM: update_from_output", core.scheduler, "update_from_output")
+    watch.time("vLLM: process_outputs", llm.output_processor, "process_outputs")
+    watch.time("vLLM: the model and its inputs", core.model_executor, "execute_model")
+    watch.time("vLLM: the model and its inputs", core.model_executor, "sample_tokens")
+    watch.time("vLLM: the rest", llm, "step")
+    watch.time("vLLM: add_request", llm, "add_request")
+    watch.time("ours: step", engine, "step")
+    watch.time("ours: submit", engine, "submit")
+    sampling = Sampling(8, args.response_tokens)
+    prompts = {}
+    for key in range(args.trajectories // sampling.n):
+        ids = torch.randint(10, 200, (32,)).tolist()
+        prompts[key] = Row(key, "none", "", "", {}, ids)
+    sample = watch.timed("ours: the rollout", sample_episodes)
+    start_s = time.perf_counter()
+    episodes = sample(engine, prompts, sampling, seed=0, step=0, weights_step=0)
+    elapsed_s = time.perf_counter() - start_s
+    tokens = sum(len(episode.response_ids) for episode in episodes)
+    rows = [["part", "us of a CPU a token"]]
+    model = "vLLM: the model and its inputs"
+    of_python = {part: s for part, s in watch.seconds.items() if part != model}
+    for part, part_s in sorted(of_python.items(), key=lambda item: -item[1]):
+        rows.append([part, f"{1e6 * part_s / tokens:.2f}"])
+    figures = {
+        "us a token": 1e6 * sum(of_python.values()) / tokens,
+        "of it ours": 1e6 * sum(s for p, s in of_python.items() if p.startswith("ours")) / tokens,
+    }
+    table(*rows)
+    say(f"{len(episodes)} samples of {args.response_tokens} tokens in {elapsed_s:.1f} s")
+    say(json.dumps(figures))
 
 
 def main(args: Args) -> None:

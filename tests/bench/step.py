@@ -47,13 +47,14 @@ from common.hub import resolve_model
 from common.look.curves import read_metrics
 
 TRL = "trl==1.16.*"
+PROMPT = 256  # longest prompt (tokens)
 COUNTED = """\
-Counted in a step: weight sync (grpo.py; TRL generates with the weights that it trains), rollout,
-scoring, forward, backward, clipping, optimizer. Not counted: loading, checkpoints, the first
-{warmup} of a run's {steps} steps. Sampling differs, so look at the response lengths. TRL's rollout
-includes decoding, which is in our reward; its update is its step without what precedes the first
-forward. Memory, 5 samples a second until a run's last step is done: on a GPU all that is in use
-there, on a CPU the sum of resident memory over all processes; and the peak of the main process
+Counted in a step: weight sync (TRL without vLLM generates with the weights that it trains),
+rollout, scoring, forward, backward, clipping, optimizer. Not counted: loading, checkpoints, the
+first {warmup} of a run's {steps} steps. Sampling differs, so look at the response lengths. TRL's
+rollout includes decoding, which is in our reward; its update is its step without what precedes the
+first forward. Memory, 5 samples a second until a run's last step is done: on a GPU all that is in
+use there, on a CPU the sum of resident memory over all processes; and the peak of the main process
 (torch's allocator, getrusage)."""
 
 
@@ -79,19 +80,21 @@ class Args:
     trl_checkpointing: bool = False
     # TRL: of weights and Adam; bfloat16 is faster and inexact
     trl_weights: Literal["float32", "bfloat16"] = "float32"
-    # TRL: generate with vLLM in the same process, on a GPU; else with transformers
+    # TRL: generate with vLLM (0.22 to 0.31) in the same process, on a GPU; else with transformers.
+    # It sleeps at level 2: give grpo.py "--flags=--sleep-level 2"
     trl_vllm: bool = False
-    trl_vllm_memory: float = 0.1  # TRL: share of the GPU for that vLLM
+    trl_vllm_memory: float = 0.3  # TRL: share of the GPU for that vLLM, its weights included
 
 
-def make_venv(folder: Path) -> None:
-    """TRL with the versions of torch and transformers that requirements-cpu.txt pins."""
+def make_venv(folder: Path, with_vllm: bool) -> None:
+    """TRL with the versions of torch and transformers that requirements-cpu.txt pins; with vLLM
+    those that vLLM wants."""
     lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
-    pins = [line for line in lines if line.startswith(("torch==", "transformers=="))]
+    packages = [TRL, *(line for line in lines if line.startswith(("torch==", "transformers==")))]
+    if with_vllm:
+        packages = [TRL.replace("trl", "trl[vllm]")]
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    subprocess.run(
-        [folder / "bin/python", "-m", "pip", "install", "--quiet", TRL, *pins], check=True
-    )
+    subprocess.run([folder / "bin/python", "-m", "pip", "install", "-q", *packages], check=True)
 
 
 def prepare_rows(args: Args, folder: Path) -> Path:
@@ -128,7 +131,7 @@ def grpo_command(args: Args, data: Path, folder: Path, flags: str = "") -> list:
             "--samples-per-prompt",
             args.samples,
             "--max-prompt-tokens",
-            256,
+            PROMPT,
         ),
         *(
             "--max-response-tokens",
@@ -157,6 +160,7 @@ def trl_command(args: Args, data: Path, folder: Path) -> list:
         "weights": args.trl_weights,
     }
     work |= {"vllm": args.trl_vllm, "vllm_memory": args.trl_vllm_memory}
+    work["max_model_length"] = PROMPT + args.response_tokens
     work |= {
         "model": resolve_model(args.model),
         "metrics": str(folder / "metrics.jsonl"),
@@ -226,7 +230,7 @@ def main(args: Args) -> None:
     if args.make_trl_venv and not args.trl:
         raise SystemExit("--make-trl-venv needs --trl FOLDER")
     if args.make_trl_venv:
-        make_venv(args.trl)
+        make_venv(args.trl, args.trl_vllm)
     commands = {"grpo.py": grpo_command} | ({"TRL": trl_command} if args.trl else {})
     if args.beside:
         commands |= {f"grpo.py {args.beside}": partial(grpo_command, flags=args.beside)}
@@ -276,6 +280,9 @@ def main(args: Args) -> None:
     print()
     table(*rows)
     print(COUNTED.format(warmup=args.warmup, steps=args.steps))
+    if args.trl:
+        medians = {name: median(r["time/step_s"] for r in records[name]) for name in records}
+        print(json.dumps({"TRL / grpo.py": medians["TRL"] / medians["grpo.py"]}))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ It generates with transformers, or, if "vllm" says so, with vLLM in its own proc
 the update.
 
 Appends one JSON object a step to the file WORK names, with the keys of our metrics.jsonl. The
-trainer's own code is untouched: three of its methods are timed from outside, a callback reads the
+trainer's own code is untouched: its methods are timed from outside, a callback reads the
 clock around each optimizer step, and tries the policy between steps: "eval_rows", every
 "eval_every" steps.
 """
@@ -62,6 +62,9 @@ class Clock(TrainerCallback):
             "step": step,
         }
         phases["update"] = step - self.seconds["prepare"]
+        if "sync" in self.seconds:  # TRL makes it when it generates
+            phases["sync"] = self.seconds["sync"]
+            phases["rollout"] -= phases["sync"]
         record = {"step": state.global_step} | {f"time/{phase}_s": x for phase, x in phases.items()}
         record |= {
             "rollout/response_length": self.response_length,
@@ -137,6 +140,7 @@ def main(work: dict) -> None:
         vllm_mode="colocate",
         vllm_enable_sleep_mode=work["vllm"],
         vllm_gpu_memory_utilization=work["vllm_memory"],
+        vllm_max_model_length=work.get("max_model_length"),
         model_init_kwargs={"dtype": work["weights"]},
         gradient_checkpointing=work["checkpointing"],
         shuffle_dataset=False,  # the rows stand in the order in which grpo.py takes them
@@ -159,6 +163,9 @@ def main(work: dict) -> None:
         )
     for phase, name in TIMED.items():
         setattr(trainer, name, clock.timed(phase, getattr(trainer, name)))
+    if work["vllm"]:
+        generation = trainer.vllm_generation
+        generation.sync_weights = clock.timed("sync", generation.sync_weights)
     trainer.train()
     trainer.accelerator.end_training()  # else gloo may abort where one process ends before another
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from helpers import ROOT, run_script
 
+from common.flags import SLEEP_LEVEL
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 GAP = {"bf16": 0.05, "fp16": 0.01}
@@ -22,12 +24,17 @@ CACHE_GB = 2 * 2**30 / 1e9  # of the worker's engine
 @pytest.mark.parametrize("model, dtype", [("tiny", "fp16"), ("smollm2", "bf16")])
 @pytest.mark.parametrize("sleep_level", [0, 1, 2])
 def test_every_order_of_sleep_wake_and_sync(model, dtype, sleep_level):
-    """SmolLM2 ties its head to the embeddings: a head that is not in sync would open the gap."""
+    """SmolLM2 ties its head to the embeddings: a head that is not in sync would open the gap.
+
+    When smollm2 has passed at level 2, SLEEP_LEVEL of common/flags.py becomes 2.
+    """
     worker = ROOT / "tests" / "workers" / "engine_gap.py"
     options = ["--model", model, "--dtype", dtype, "--sleep-level", sleep_level]
     done = run_script(worker, *options, "--orders", "--temperature", 1.0)
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    print(f"\n{model}, {dtype}, sleep level {sleep_level}, CUDA graphs {result['cuda_graphs']}")
+    default = " (the default)" if sleep_level == SLEEP_LEVEL else ""
+    graphs = f"CUDA graphs {result['cuda_graphs']}"
+    print(f"\n{model}, {dtype}, sleep level {sleep_level}{default}, {graphs}")
     print(f"gaps: stale {result['stale']:.4f},", result["orders"])
     print("memory of the device in use (GB):", json.dumps(result["memory"], indent=1))
     for name, refusal in result["refused"].items():

@@ -18,6 +18,7 @@ from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
 from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
+from common.processes import ahead_in_threads
 from common.rewards import is_correct
 from common.rollout.evaluation import (
     format_table,
@@ -317,6 +318,54 @@ def test_a_row_keeps_its_seed_at_every_step_and_where_others_were_dropped(rollou
     assert all(whole[prompt] == seed for prompt, seed in rollouts.engine.seeds.items())
 
 
+class LongAnswers(Engine):
+    """Of each request, by its place, it needs so many steps: the first is long, the others not."""
+
+    lengths = (9, 1, 2, 1, 3, 1)
+
+    def __init__(self):
+        super().__init__()
+        self.started = []  # step in which each request came
+        self.ended = []
+        self.most = 0  # under way together
+
+    def submit(self, request):
+        super().submit(request)
+        self.started.append(self.steps)
+        self.ended.append(None)
+        under_way = [key for key, _ in self.requests]
+        self.most = max(self.most, len(under_way))
+
+    def step(self):
+        self.steps += 1
+        done = []
+        for key, completions in self.requests:
+            place = key // len(completions)
+            if self.steps - self.started[place] == self.lengths[place % len(self.lengths)]:
+                self.ended[place] = self.steps
+                done.append((key, completions))
+        self.requests = [request for request in self.requests if request not in done]
+        return done
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_row_starts_when_another_has_ended(rollouts, tmp_path, monkeypatch, samples):
+    """Four at a time: the fifth does not wait for the first, which is the longest."""
+    rollouts.flags.eval_samples = samples
+    rollouts.eval_rows = 24
+    path = tmp_path / "eval/step_000020.parquet"
+    metrics = rollouts.evaluate(None, 20)
+    together = pq.read_table(path).to_pylist()
+    monkeypatch.setattr("common.rollout.rollouts.MAX_SAMPLES", 4 * samples)
+    engine = rollouts.engine = LongAnswers()
+    assert rollouts.evaluate(None, 20) == metrics
+    assert pq.read_table(path).to_pylist() == together
+    assert engine.started[:4] == [0] * 4 and engine.most == 4
+    assert engine.started[4] == 1 < engine.ended[0]
+    for i in range(4, 24):
+        assert engine.started[i] == sorted(engine.ended[:i])[i - 4], "as soon as there is a place"
+
+
 def test_samples_of_each_evaluation_stay(rollouts, tmp_path, capsys):
     for step in (0, 20):
         rollouts.evaluate(None, step)
@@ -435,3 +484,23 @@ def test_what_is_only_evaluated_needs_no_rows_of_the_demo(tmp_path, tokenizer):
         assert train is None and len(evaluated) == num_rows
         # without rows of one's own it is the demo's
         assert folder.is_dir() == (num_rows == 1024)
+
+
+def test_rows_are_opened_ahead_and_no_further():
+    """In order; three besides the one that is taken, at most; an error comes with its own row."""
+    started = []
+
+    def open_row(i):
+        started.append(i)
+        if i == 8:
+            raise OSError("row 8")
+        return 10 * i
+
+    rows = ahead_in_threads(open_row, range(20), 3)
+    for i in range(8):
+        assert next(rows) == 10 * i
+        assert max(started) <= i + 3
+    with pytest.raises(OSError, match="row 8"):
+        next(rows)
+    assert list(ahead_in_threads(str, [], 3)) == []
+    assert list(ahead_in_threads(str, [1, 2], 3)) == ["1", "2"]

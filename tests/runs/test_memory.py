@@ -27,7 +27,8 @@ from transformers.integrations.flex_attention import repeat_kv
 import common.attention
 from common.distributed import World
 from common.engine.hf import HuggingFaceEngine
-from common.engine.vllm import VllmEngine
+from common.engine.protocol import EngineConfig
+from common.engine.vllm import VllmEngine, largest_graph
 from common.flags import MAX_MICRO_BATCH_TOKENS, Machine, Rollout
 from common.hub import FOLDERS
 from common.memory.estimate import activation_bytes, phases_of
@@ -36,6 +37,7 @@ from common.memory.plan import GB_PER_GIB, MemoryPlan, memory_phases, memory_pla
 from common.memory.remedies import largest_micro_batch
 from common.memory.shape import ModelShape, TowerShape, model_shape
 from common.optimizer import move_states
+from common.rollout.opening import samples_of_engine
 
 HIDDEN = 512
 LAYERS = 3
@@ -637,6 +639,40 @@ def test_a_cache_of_a_full_card_still_holds_an_episode(monkeypatch):
     plan = planned_on_gpus(monkeypatch, "7B", 40, 1, Rollout(max_response_tokens=16_000))
     assert plan.engine_memory == 1
     assert "warning: the rollout and the update may not fit" in plan.text
+
+
+@pytest.mark.parametrize(
+    "num_samples, card, gib, args, size",
+    [
+        (512, "NVIDIA H100 80GB HBM3", 79, {}, None),  # as many as vLLM's own graphs
+        (513, "NVIDIA H100 80GB HBM3", 79, {}, 528),
+        (4096, "NVIDIA H200", 140, {}, 1024),
+        (4096, "NVIDIA H200", 140, {"max_num_seqs": 600}, 608),
+        (4096, "NVIDIA A100-SXM4-80GB", 79, {}, None),  # 256 at once
+        (4096, "NVIDIA GeForce RTX 4090", 24, {}, None),
+        (4096, "NVIDIA H200", 140, {"compilation_config": {"mode": 0}}, None),
+    ],
+)
+def test_cuda_graphs_hold_the_samples_under_way(num_samples, card, gib, args, size, monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (gib * 2**30, gib * 2**30))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: card)
+    config = EngineConfig(
+        "model",
+        torch.bfloat16,
+        World(0, 1, 0, torch.device("cuda")),
+        [],
+        1024,
+        num_samples=num_samples,
+        args=args,
+    )
+    assert largest_graph(config) == size
+
+
+def test_samples_of_an_engine_are_those_of_its_ranks():
+    rollout = Rollout(prompts_per_step=129, samples_per_prompt=8)
+    assert samples_of_engine(rollout, World(0, 8, 0, torch.device("cuda"))) == 17 * 8
+    rollout.engine_parallel = 4
+    assert samples_of_engine(rollout, World(0, 8, 0, torch.device("cuda"))) == 4 * 17 * 8
 
 
 # --- terms ----------------------------------------------------------------------------------------

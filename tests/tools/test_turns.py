@@ -21,10 +21,10 @@ from common.flags import Rollout
 from common.metrics import rollout_means
 from common.packing import TokenIndex, pack
 from common.pictures import Media
-from common.rollout.sampling import request_seed
+from common.rollout.sampling import request_seed, sample_prompts
 from common.rollout.trajectories import Trajectory, Turns
 from common.tools.pools import ToolWorkers
-from common.types import FINISH_REASONS, Completion, Episode, Row, ToolReply
+from common.types import FINISH_REASONS, Completion, Episode, Row, Sampling, ToolReply
 from common.vision import load_vision
 
 
@@ -649,6 +649,32 @@ def test_in_lockstep_turns_go_together(patient_tools, tmp_path, monkeypatch):
     assert [asked[0] for asked in engine.asked] == [0, 1, 0, 1, 1, 1]
     assert [e.turns for e in episodes] == [2, 4]
     assert len(polls) < 50
+
+
+def test_in_lockstep_a_reply_does_not_overtake_the_next_prompt(
+    patient_tools, tmp_path, monkeypatch
+):
+    """Two prompts at a time: when the second has ended, the third starts, whether the tool of the
+    first has replied by then or not."""
+    poll = patient_tools.poll
+    monkeypatch.setattr(patient_tools, "poll", lambda timeout_s: poll(20.0))  # it has
+    tokenizer = build_tokenizer()
+    engine = ScriptedEngine(
+        tokenizer, [[own_call("touch", path=str(tmp_path / "file")), "a"], ["b"], ["c"]]
+    )
+    sampled = sample_prompts(
+        engine,
+        ((index, row(tokenizer, tools=("touch",))) for index in range(3)),
+        3,
+        Sampling(1, 4000),
+        seed=1,
+        step=2,
+        weights_step=2,
+        turns=Turns(tokenizer, patient_tools, flags=Rollout(deterministic=True)),
+        at_once=2,
+    )
+    assert [episodes[0].prompt_index for _, episodes in sampled] == [1, 2, 0]
+    assert [asked[0] for asked in engine.asked] == [0, 1, 2, 0]
 
 
 class SlowForOne(ScriptedEngine):
