@@ -16,7 +16,7 @@ from common.ending import sign_of_life
 from common.engine.protocol import Engine
 from common.flags import Rollout
 from common.logger import Logger
-from common.models import sync_engine
+from common.models import sleep_engine, sync_engine
 from common.processes import in_threads
 from common.progress import Progress, say
 from common.rewards import RewardWorkers, score_episodes
@@ -139,7 +139,7 @@ class Rollouts:
             for samples_of_rank in gather_objects(new_samples):
                 samples += samples_of_rank
             sign_of_life()
-        self.engine.sleep()
+        sleep_engine(self.engine, policy)
         samples.sort(key=lambda sample: sample["group"])
         if self.world.is_main:
             self._write_samples(samples, step, samples_file, num_rows)
