@@ -271,6 +271,11 @@ def read_weights(path: str, flag: str, config, assemble: Callable, options: dict
     transformers makes the model on the meta device, and then reads each parameter in the form that
     it has at that moment, whole or sharded. It has no hook between the two steps, so during this
     call its second step is replaced.
+
+    By hand (`from_config` on the meta device, then `convert_and_load_state_dict_in_model` and
+    `_finalize_model_loading`) bits, memory and seconds are the same: results/benchmarks/README.md.
+    That needs more of what is private, and the dtypes of parameters, the files and the generation
+    config would be ours to find.
     """
     base = transformers.PreTrainedModel
     read = base._load_pretrained_model
