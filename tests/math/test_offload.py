@@ -1,7 +1,7 @@
 """What waits on the host: its bytes in each phase of a step, and that nothing else changes.
 
-Without a GPU the device's memory is the host's, too: counted are the tensors that are alive beside
-the copies for the host.
+Tensors without values can be on a GPU that is not there. For those with values the device's memory
+is the host's, too: counted is what is alive beside the copies for the host.
 """
 
 import gc
@@ -13,19 +13,24 @@ import torch
 from family_models import write_family
 from helpers import generate
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from common.distributed import gathered, make_mesh, wrap_model
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
 from common.flags import Machine
 from common.lora import adapters
-from common.models import full_parameters, load_model, sleep_engine, sync_engine
+from common.models import Policy, full_parameters, load_model, sleep_engine, sync_engine
 from common.offload import HostBase
-from common.optimizer import GuardedAdamW, HostMoments, move_states
+from common.optimizer import HostMoments, move_states
 from common.packing import TokenIndex, pack
+from common.torch_repair import transformers
 from common.types import Episode, Sampling
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 PROMPT = [5, 6, 7, 8]
 
 
@@ -63,6 +68,64 @@ def policy(folder, world):
     for _, layer in adapters(policy.model):
         layer.lora_B.data.normal_(std=0.1, generator=generator)
     return policy
+
+
+def bytes_by_device(model: nn.Module) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for parameter in model.parameters():
+        kind = parameter.device.type
+        counts[kind] = counts.get(kind, 0) + parameter.nbytes
+    return counts
+
+
+def put_on_gpu(model: nn.Module, mesh: DeviceMesh) -> None:
+    """In DTensors, as FSDP2 does, and frozen."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            shard = DTensor.from_local(parameter.detach(), mesh, [Replicate()]).to(GPU)
+            setattr(module, name, nn.Parameter(shard, requires_grad=False))
+
+
+def test_what_a_gpu_holds_in_each_phase(tiny_config, world):
+    mesh = make_mesh(world, "fsdp")
+    with FakeTensorMode():
+        policy = Policy(transformers.AutoModelForCausalLM.from_config(tiny_config), "sdpa")
+        put_on_gpu(policy, mesh)
+        on_gpu = bytes_by_device(policy)
+        assert on_gpu.keys() == {"cuda"}
+        base = HostBase(policy, GPU)
+        policy.host_bases.append(base)
+        for _ in range(2):
+            base.to_host()
+            assert bytes_by_device(policy) == {"cpu": on_gpu["cuda"]}
+            weights = dict(full_parameters(policy))
+            assert {tensor.device.type for tensor in weights.values()} == {"cuda"}
+            del weights
+            assert bytes_by_device(policy) == {"cpu": on_gpu["cuda"]}
+            base.to_device()
+            assert bytes_by_device(policy) == on_gpu
+
+
+def test_moments_on_a_gpu_have_one_place_on_the_host():
+    """It is filled anew after each step."""
+    with FakeTensorMode():
+        parameters = [torch.zeros(3, 4).to(GPU), torch.zeros(3).to(GPU)]
+        optimizer = torch.optim.AdamW(parameters)
+        for parameter in parameters:
+            optimizer.state[parameter] = {"step": torch.zeros(())}
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[parameter][name] = torch.zeros_like(parameter)
+        places: HostMoments = {}
+        seen = []
+        for _ in range(2):
+            move_states(optimizer, CPU, places)
+            state = optimizer.state[parameters[0]]
+            assert state["exp_avg"].device == CPU
+            seen.append(state["exp_avg"])
+            move_states(optimizer, GPU, places)
+            assert state["exp_avg"].device.type == "cuda"
+        assert seen[0] is seen[1]
+        assert len(places) == 4
 
 
 def policy_logprobs(policy: nn.Module, response: list[int]) -> Tensor:
@@ -155,30 +218,3 @@ def test_a_base_on_the_host_is_exported(policy):
     found = dict(full_parameters(policy))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-class Elsewhere(Tensor):
-    """A tensor on the host that says it is on another device."""
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("meta")
-
-
-def test_moments_have_one_place_on_the_host():
-    """It is filled anew after each step."""
-    adamw = GuardedAdamW(nn.Linear(4, 3), torch.float32, weight_decay=0.0, max_grad_norm=0.0)
-    state = adamw.optimizer.state[adamw.model.weight]
-    places: HostMoments = {}
-    pointers = set()
-    for step in range(3):
-        for parameter in adamw.model.parameters():
-            parameter.grad = torch.full_like(parameter, step + 1.0)
-        adamw.step(0.1)
-        moment = state["exp_avg"].clone()
-        state["exp_avg"] = state["exp_avg"].clone().as_subclass(Elsewhere)
-        move_states(adamw.optimizer, CPU, places)
-        assert state["exp_avg"] is places[adamw.model.weight, "exp_avg"]
-        assert torch.equal(state["exp_avg"].as_subclass(Tensor), moment)
-        pointers.add(state["exp_avg"].data_ptr())
-    assert len(pointers) == len(places) == 1, "the others were on the host"
