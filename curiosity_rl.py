@@ -61,7 +61,7 @@ from common.flags import (
 from common.job import Job
 from common.logger import open_logger
 from common.metrics import Means, rollout_means, rollout_metrics
-from common.models import sync_engine
+from common.models import sleep_engine, sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
@@ -525,7 +525,7 @@ def main(args: Args, demo: bool = False) -> None:
             # 3. rewards
             with watch("reward"):
                 rollouts.score(sampled, prompts)
-            engine.sleep()
+            sleep_engine(engine, policy)
             # those whose scoring has not failed
             scored = [episode for episode in sampled if math.isfinite(episode.score)]
             add_curiosity(scored, args)

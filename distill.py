@@ -75,7 +75,7 @@ from common.flags import (
 from common.job import Job
 from common.logger import open_logger
 from common.metrics import Means, rollout_means, rollout_metrics
-from common.models import sync_engine
+from common.models import sleep_engine, sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
@@ -555,7 +555,7 @@ def main(args: Args, demo: bool = False) -> None:
                 sync_engine(engine, policy, step)
             sampled = collect(rollouts, args, responses, teacher_prompts, step, watch)
             episodes = [episode for episode in sampled if is_usable(episode)]
-            engine.sleep()
+            sleep_engine(engine, policy)
 
         # 4. update
         with watch("wait"):  # for ranks that still sample or score

@@ -59,7 +59,7 @@ from common.flags import (
 from common.job import Job
 from common.logger import open_logger
 from common.metrics import Means, rollout_means, rollout_metrics
-from common.models import sync_engine
+from common.models import sleep_engine, sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
@@ -758,7 +758,7 @@ def main(args: Args, demo: bool = False) -> None:
             with watch("sync"):
                 sync_engine(engine, policy, step)
             sampled, episodes = collect_groups(rollouts, args, group_yield, step, watch)
-            engine.sleep()
+            sleep_engine(engine, policy)
         if args.mask_truncated:
             episodes = [e.untrained() if e.truncated else e for e in episodes]
 

@@ -64,7 +64,7 @@ from common.hub import load_tokenizer, resolve_model
 from common.job import Job
 from common.logger import open_logger
 from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
-from common.models import hidden_states, sync_engine
+from common.models import hidden_states, sleep_engine, sync_engine
 from common.optimizer import lr_factor
 from common.packing import MicroBatch, Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
@@ -748,7 +748,7 @@ def main(args: Args, demo: bool = False) -> None:
             # 3. rewards
             with watch("reward"):
                 rollouts.score(sampled, prompts)
-            engine.sleep()
+            sleep_engine(engine, policy)
             # those whose scoring has not failed
             episodes = [episode for episode in sampled if math.isfinite(episode.score)]
         if args.mask_truncated:

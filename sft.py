@@ -247,6 +247,8 @@ def check_args(args: Args) -> None:
     refuse_idle(args, {"lr_floor": needs_decay})
     if "reference" in args.machine.offload:
         raise SystemExit("--offload reference: sft.py has no reference model")
+    if "base" in args.machine.offload:
+        raise SystemExit("--offload base: sft.py has no engine to make room for")
 
 
 def main(args: Args, demo: bool = False) -> None:

@@ -43,6 +43,7 @@ from common.printing import guard_output
 from common.shards import dcp, load_shards, saved_tensors
 from common.torch_repair import transformers
 from common.vision import Vision, auto_class, load_vision
+from common.weights import transpose_back
 
 TEXT_FILES = (  # of a tokenizer and a processor
     "tokenizer*",
@@ -198,6 +199,7 @@ def export_hugging_face(
     temporary = None
     try:
         temporary = make_unfinished(folder)
+        transpose_back()
         model.save_pretrained(temporary, state_dict=state)
         processor = policy.vision.processor if policy.vision else tokenizer
         processor.save_pretrained(temporary)

@@ -81,8 +81,8 @@ def memory_advice(phase: str) -> Iterator[None]:
             raise
         if memory == "GPU memory":
             remedy = (
-                "lower --engine-memory, add --offload optimizer (of a KL the reference, too), "
-                "or use more GPUs"
+                "lower --engine-memory, add --offload optimizer (of a KL the reference, too; "
+                "of LoRA the base), or use more GPUs"
             )
         else:
             remedy = "lower --engine-memory, or give the machine more memory"

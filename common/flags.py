@@ -43,7 +43,7 @@ EMBEDDED = ("tiny", "tiny-vl", "tiny-vl-python")  # models that bring their own 
 LORA_RATE_FACTOR = 10  # learning rate of adapters, by default, over that of full training
 MAX_MICRO_BATCH_TOKENS = 16_384  # of a micro-batch, unless a number is typed
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
-OFFLOADS = ("optimizer", "reference")
+OFFLOADS = ("optimizer", "reference", "base")
 # of --sleep-level. 2 saves a copy to the host and back: when tests/gpu/test_engine.py has passed at
 # level 2 on a card, this becomes 2
 SLEEP_LEVEL = 1
@@ -236,7 +236,7 @@ class Machine:
     micro_batch_tokens: Count | None = None
     # recompute activations in backward: less memory, a third more compute
     gradient_checkpointing: bool = False
-    # on the host while idle: optimizer (Adam's moments); reference (of a KL); both with a comma
+    # on the host while idle: optimizer (Adam's moments); reference (of a KL); base (of LoRA)
     offload: Offload = ""
     compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
     freeze_vision: bool = False  # train the language model alone

@@ -56,6 +56,7 @@ from common.manifest import (
 )
 from common.memory.plan import MemoryPlan, memory_plan
 from common.models import Policy, load_model
+from common.offload import HostBase
 from common.optimizer import GuardedAdamW
 from common.pictures import PixelLimits
 from common.precision import check_device, choose_dtype
@@ -125,6 +126,7 @@ class Job:
             self.micro_batch_tokens = read_micro_batch_tokens(self.checkpoint)
         self.engine_memory = 0.0  # GiB of the engine's KV cache
         self.memory_plan: MemoryPlan | None = None
+        self.host_bases: list[HostBase] = []  # with --offload base
 
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
         message = f"--model {self.path}: its files cannot be read (are all there, and whole?)"
@@ -206,6 +208,8 @@ class Job:
         policy = load_model(self.path, from_scratch=from_scratch, make=make, **options)
         policy.to(self.world.device)  # its buffers follow
         check_policy(policy, self.compute_dtype, f"--model {self.path}")
+        self._copy_base(policy)
+        policy.host_bases = self.host_bases
         return policy
 
     def load_critic(self, path: str, make: type[nn.Module]) -> nn.Module:
@@ -215,7 +219,9 @@ class Job:
         critic = load_model(
             path, flag="--critic-model", make=make, **self._model_options(trained=True)
         )
-        return critic.to(self.world.device)
+        critic.to(self.world.device)
+        self._copy_base(critic)
+        return critic
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
         """The policy before training, frozen, in the dtype that FSDP2 would cast it to; with LoRA
@@ -245,6 +251,10 @@ class Job:
         model = load_model(path, **self._model_options(trained=False) | options)
         model.requires_grad_(False)
         return model.to("cpu" if "reference" in self.machine.offload else self.world.device)
+
+    def _copy_base(self, model: nn.Module) -> None:
+        if "base" in self.machine.offload:
+            self.host_bases.append(HostBase(model, self.world.device))
 
     def adamw(
         self, model: nn.Module, weight_decay: float, max_grad_norm: float, **options
@@ -319,6 +329,8 @@ def check_machine(machine: Machine, world: World) -> None:
         "offload": (world.device.type == "cuda", "a GPU"),
     }
     refuse_idle(machine, uses)
+    if "base" in machine.offload and not machine.lora_rank:
+        raise SystemExit("--offload base has no effect: needs --lora-rank, which freezes a base")
 
 
 def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:

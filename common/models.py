@@ -14,6 +14,7 @@ from common.flags import Machine
 from common.hub import check_weights
 from common.logprobs import LogitTransform, is_greedy, token_logprobs
 from common.lora import adapters, add_adapters, merged
+from common.offload import HostBase
 from common.packing import MicroBatch
 from common.pictures import blank
 from common.recurrent import is_recurrent, recurrent_inputs, share_prompts
@@ -105,6 +106,8 @@ class Policy(nn.Module):
         self.model = model
         self.attention = attention
         self.vision = vision
+        # of the models that make room for the engine, this one's and a critic's
+        self.host_bases: list[HostBase] = []
 
     def forward(
         self, batch: MicroBatch, temperature: float = 1.0, with_greedy: bool = False
@@ -268,6 +271,11 @@ def read_weights(path: str, flag: str, config, assemble: Callable, options: dict
     transformers makes the model on the meta device, and then reads each parameter in the form that
     it has at that moment, whole or sharded. It has no hook between the two steps, so during this
     call its second step is replaced.
+
+    By hand (`from_config` on the meta device, then `convert_and_load_state_dict_in_model` and
+    `_finalize_model_loading`) bits, memory and seconds are the same: results/benchmarks/README.md.
+    That needs more of what is private, and the dtypes of parameters, the files and the generation
+    config would be ours to find.
     """
     base = transformers.PreTrainedModel
     read = base._load_pretrained_model
@@ -302,13 +310,14 @@ def full_parameters(
     reshard(policy)
     model = policy.model
     head = model.get_output_embeddings().weight
+    device = policy.host_bases[0].device if policy.host_bases else head.device
     adapted_layers = dict(adapters(model))
     for name, parameter in model.named_parameters(remove_duplicate=True):
         layer_name, _, kind = name.rpartition(".")
         if kind in ("lora_A", "lora_B"):
             continue
         adapted_layer = adapted_layers.get(layer_name) if kind == "weight" else None
-        tensor = parameter.detach()
+        tensor = parameter.detach().to(device)  # it may be on the host
         if dtype is not None and adapted_layer is None:
             tensor = tensor.to(dtype)
         tensor = gathered(tensor)
@@ -330,7 +339,16 @@ def engine_weights(engine: Engine, policy: nn.Module) -> Weights:
 
 def sync_engine(engine: Engine, policy: nn.Module, step: int) -> None:
     """Wake the engine, and give it the policy's weights, those of `step`. All ranks call it
-    together."""
+    together. With --offload base the policy cannot compute before `sleep_engine`."""
+    for base in policy.host_bases:
+        base.to_host()
     engine.wake("weights")
     engine.sync_weights(engine_weights(engine, policy), step)
     engine.wake("kv_cache")
+
+
+def sleep_engine(engine: Engine, policy: nn.Module) -> None:
+    """Let the engine sleep, and the policy compute."""
+    engine.sleep()
+    for base in policy.host_bases:
+        base.to_device()

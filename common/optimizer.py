@@ -9,6 +9,7 @@ from common.distributed import average_whole_gradients, gathered
 from common.files import memory_advice
 from common.memory.halving import limited_memory
 from common.metrics import Means
+from common.offload import host_memory
 from common.precision import LossScale
 
 MAX_SKIPPED = 5  # steps in a row
@@ -45,6 +46,10 @@ def lr_factor(
     return floor + (1 - floor) * decay
 
 
+# host memory for Adam's moments, by parameter and name
+HostMoments = dict[tuple[torch.Tensor, str], torch.Tensor]
+
+
 class GuardedAdamW:
     """AdamW over a model that is trained, with its loss scale.
 
@@ -69,6 +74,7 @@ class GuardedAdamW:
         self.weight_decay = weight_decay
         self.max_grad_norm = max_grad_norm
         self.offload = offload
+        self.host_moments: HostMoments = {}  # with `offload`, of all that has been on the host
         self.prefix = prefix
         self.skipped = 0  # steps in a row
 
@@ -132,10 +138,10 @@ class GuardedAdamW:
         device = next(self.model.parameters()).device
         # the first step allocates the moments
         with memory_advice("the optimizer's step"), limited_memory(device):
-            move_states(self.optimizer, device)
+            move_states(self.optimizer, device, self.host_moments)
             self.optimizer.step()
         if self.offload:
-            move_states(self.optimizer, torch.device("cpu"))
+            move_states(self.optimizer, torch.device("cpu"), self.host_moments)
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -150,9 +156,24 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
                 state["exp_avg_sq"] = torch.zeros_like(parameter, device="cpu")
 
 
-def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Adam's moments to a device; its step counts stay where they are."""
-    for state in optimizer.state.values():
+def move_states(
+    optimizer: torch.optim.Optimizer, device: torch.device, host_moments: HostMoments
+) -> None:
+    """Adam's moments to a device; its step counts stay where they are. On the host each has one
+    place, which `host_moments` keeps.
+
+    Nothing waits for the copies: before the moments are read on the host, `torch.cuda.synchronize`
+    is due.
+    """
+    for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = value.to(device)
+            if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.device == device:
+                continue
+            if device.type != "cpu":
+                state[name] = value.to(device, non_blocking=True)
+                continue
+            place = host_moments.get((parameter, name))
+            if place is None:
+                place = host_memory(value)
+                host_moments[parameter, name] = place
+            state[name] = place.copy_(value, non_blocking=True)

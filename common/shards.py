@@ -61,6 +61,8 @@ def saved_tensors(
     Their names are `name`.model.PARAMETER and `name`.optimizer.PARAMETER.exp_avg.
     """
     reshard(model)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # moments may be on their way to the host
     tensors = {f"{name}.model.{path}": tensor for path, tensor in saved_weights(model).items()}
     if optimizer:
         make_moments(optimizer)  # else torch would take a step with zero gradients, and count it

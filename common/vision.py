@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen2_vl": Family(has_timestamps=False, clamps_merger=False),
     "qwen2_5_vl": Family(has_timestamps=False, clamps_merger=True),
     "qwen3_vl": Family(has_timestamps=True, clamps_merger=False),
+    "qwen3_vl_moe": Family(has_timestamps=True, clamps_merger=False),
     "qwen3_5": Family(has_timestamps=True, clamps_merger=False),
 }
 # what is said of a row

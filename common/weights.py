@@ -21,12 +21,20 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
+def transpose_back() -> None:
+    """Have transformers write the experts of Qwen3-VL as they were published: it transposes them if
+    their shape is not the module's, which it always is when they are written."""
+    transpose = transformers.core_model_loading.Transpose
+    transpose.reverse_op = property(lambda self: transpose(self.dim1, self.dim0))
+
+
 def as_saved(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights of a model's modules under the names, and in the parts, of the checkpoint that it was
     loaded from: transformers renames some, and fuses experts. They are converted one by one.
     """
+    transpose_back()
     revert = transformers.core_model_loading.revert_weight_conversion
     for name, tensor in weights:
         yield from revert(model, {name: tensor}).items()
@@ -45,7 +53,7 @@ def saved_sizes(model: nn.Module, path: str) -> dict[str, int]:
     is_tied = head is loaded.get_input_embeddings().weight
     if is_tied:
         weights.append(("lm_head.weight", head))
-    sent = {name: tensor.numel() for name, tensor in as_saved(loaded, weights)}
+    sent = {name: tensor.shape for name, tensor in as_saved(loaded, weights)}
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *IGNORED_WEIGHTS]
     computed = dict(model.named_buffers())
     sizes: dict[str, int] = {}
@@ -57,10 +65,11 @@ def saved_sizes(model: nn.Module, path: str) -> dict[str, int]:
         if name not in sent and is_ignored:
             continue
         sizes[name] = tensor.numel()
-        if sent.get(name) != sizes[name]:
+        if sent.get(name) != tensor.shape:
             raise SystemExit(
                 f"--model {path}: its files have {name}, which transformers divides among several "
-                "weights, or does not write again: a sync cannot send it; --engine hf runs it"
+                "weights, or does not write again in this shape: a sync cannot send it; "
+                "--engine hf runs it"
             )
     if is_tied:
         ((name, _),) = as_saved(loaded, [("lm_head.weight", head)])

@@ -7,7 +7,7 @@ from vl import SMOLLM, build_tokenizer
 
 from common.torch_repair import transformers
 from common.vision import PLACEHOLDERS, auto_class
-from common.weights import saved_buffers
+from common.weights import saved_buffers, transpose_back
 
 SIZES = {
     "hidden_size": 128,
@@ -158,6 +158,21 @@ TOWER = {
     "num_attention_heads": 2,
     "patch_size": 14,
 }
+QWEN3_VL_TOWER = {"depth": 1, "hidden_size": 64, "num_heads": 2, "deepstack_visual_indexes": [0]}
+# {text family: options beside SIZES} of those that are a part of composites alone
+TEXT_PARTS = {
+    "qwen3_vl_moe_text": HEADS
+    | EXPERTS
+    | {
+        "norm_topk_prob": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
+}
 COMPOSITES = {  # {family: (text family, options of the vision tower)}
     "gemma3": ("gemma3_text", TOWER | {"image_size": 56}),
     "gemma4": (
@@ -166,6 +181,7 @@ COMPOSITES = {  # {family: (text family, options of the vision tower)}
     ),
     "mistral3": ("ministral3", TOWER | HEADS | {"image_size": 56, "model_type": "pixtral"}),
     "qwen3_5": ("qwen3_5_text", {"depth": 1, "hidden_size": 64, "num_heads": 2}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", QWEN3_VL_TOWER),
 }
 
 
@@ -189,7 +205,7 @@ def family_config(family: str, tokenizer) -> "transformers.PreTrainedConfig":
     if family in COMPOSITES:
         return composite_config(family, tokenizer)
     kind = family.partition("-")[0]
-    options = SIZES | FAMILIES.get(family, {})
+    options = SIZES | (FAMILIES | TEXT_PARTS).get(family, {})
     options = {"tie_word_embeddings": False} | options
     options |= {
         "vocab_size": len(tokenizer),
@@ -217,6 +233,7 @@ def write_family(folder: Path, family: str) -> Path:
             tensor.mul_(3)
         elif "A_log" not in name and "dt_bias" not in name:
             tensor.add_(0.1 * torch.randn(tensor.shape))
+    transpose_back()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -22,6 +22,7 @@ from common.assets.build.tiny_vl import CHAT_TEMPLATE as QWEN_VL
 from common.assets.build.tiny_vl import SPECIAL
 from common.pictures import Media, PixelLimits
 from common.types import Episode
+from common.weights import transpose_back
 
 # The layout of the published templates: Qwen2.5's (which has tools too), SmolLM2-Instruct's.
 QWEN = (
@@ -237,9 +238,12 @@ def build_qwen3_config(tokenizer, kind: str):
         "patch_size": 16,
         "num_position_embeddings": 16,
     }
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3_vl"):
         rotary |= {"mrope_section": [6, 5, 5]}
         vision |= {"deepstack_visual_indexes": [0, 1]}
+        if kind == "qwen3_vl_moe":
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+            text |= {"norm_topk_prob": True}
     else:
         rotary |= {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
         text |= {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
@@ -285,6 +289,7 @@ def write_tiny_vl(
             if parameter.dim() > 1 and not taught:
                 parameter.mul_(4)  # spread the logits: near-uniform ones would hide mistakes
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    transpose_back()
     model.save_pretrained(folder)
     build_processor(tokenizer, kind).save_pretrained(folder)
     if taught:

@@ -122,6 +122,12 @@ REFUSALS = [
         f"--dtype bf16, or {OTHER_ENGINE}",
         has_other_delta_net,
     ),
+    Refusal(
+        ("qwen3_vl_moe_text",),
+        "its experts' scores add up to 1 in transformers, and in vLLM if config.json says so",
+        f"set norm_topk_prob to true in its text_config, or {OTHER_ENGINE}",
+        lambda setting: getattr(setting.text, "norm_topk_prob", None) is not True,
+    ),
 ]
 
 

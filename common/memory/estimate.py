@@ -159,6 +159,7 @@ class TrainerBytes:
 
     weights: float  # of all models, the reference among them
     reference: float
+    base: float  # of the weights, what is on the host while the engine is awake
     adam: float
     learned: list[float]  # number of parameters in this rank's optimizer, for each trained model
 
@@ -182,13 +183,16 @@ def trainer_bytes(
     else:
         learned = [(shape.parameters - shape.frozen) / shards for shape in models]
         weights = sum(4 * shape.parameters for shape in models) / shards
+    base = 0.0
+    if lora and "base" in machine.offload:
+        base = sum(item * shape.parameters for shape in models) / shards
     reference = 0.0
     # with LoRA the policy's base is the reference
     if frozen and not lora and "reference" not in machine.offload:
         reference = sum(item * shape.parameters for shape in frozen) / shards
     weights += reference
     adam = 0.0 if rollout.eval_only else sum(8 * count for count in learned)
-    return TrainerBytes(weights, reference, adam, learned)
+    return TrainerBytes(weights, reference, base, adam, learned)
 
 
 def phases_of(
@@ -224,14 +228,15 @@ def phases_of(
     trainer = trainer_bytes(models, frozen, rollout, machine, shards, dtype)
     nccl = 1e9 * NCCL if on_gpu and ranks > 1 else 0.0
     adam_at_rest = 0.0 if "optimizer" in machine.offload else trainer.adam
-    resident = trainer.weights + nccl + adam_at_rest  # in all phases
+    resident = trainer.weights + nccl + adam_at_rest
+    beside_engine = resident - trainer.base  # until the engine sleeps
     engine = engine_bytes(policy, rollout, dtype, on_gpu)
     sampling = 0.0
     if not rollout.replay:
-        sampling = resident + engine.weights + engine.cache + engine.workspace
+        sampling = beside_engine + engine.weights + engine.cache + engine.workspace
     scoring = 0.0
     if reward_parameters:
-        scoring = resident + dtype.itemsize * reward_parameters + engine.after_rollout
+        scoring = beside_engine + dtype.itemsize * reward_parameters + engine.after_rollout
 
     terms = {
         "gradients": 0.0,

@@ -110,7 +110,8 @@ def remedies(
         yield [no_change, Remedy("--sleep-level 1", cost=0.1, rollout={"sleep_level": 1})]
     offloaded = set(machine.offload.split(",")) - {""}
     offloads = [no_change]
-    for names, cost in (("reference", 0.1), ("optimizer", 0.4), ("optimizer,reference", 0.5)):
+    idle = "base" if machine.lora_rank else "reference"
+    for names, cost in ((idle, 0.1), ("optimizer", 0.4), (f"optimizer,{idle}", 0.5)):
         helps = has_reference or "reference" not in names
         if helps and offloaded < set(names.split(",")):
             offloads.append(Remedy(f"--offload {names}", cost, machine={"offload": names}))

@@ -35,6 +35,8 @@ def check_rollout(job: Job, rollout: Rollout) -> None:
         raise SystemExit(
             f"--replay: {job.output_dir} has checkpoints of its own; give another --output-dir"
         )
+    if rollout.replay and "base" in job.machine.offload:
+        raise SystemExit("--offload base has no effect: with --replay there is no engine")
     uses = {
         "max_images": (job.vision is not None, "a vision-language --model"),
         "sleep_level": (job.world.device.type == "cuda", "a GPU"),

@@ -16,7 +16,7 @@ from common.ending import sign_of_life
 from common.engine.protocol import Engine
 from common.flags import Rollout
 from common.logger import Logger
-from common.models import sync_engine
+from common.models import sleep_engine, sync_engine
 from common.processes import ahead_in_threads, in_threads
 from common.progress import say
 from common.rewards import RewardWorkers, score_episodes
@@ -126,7 +126,7 @@ class Rollouts:
         sync_engine(self.engine, policy, step)
         num_rows = min(self.eval_rows, len(self.eval_data))
         own_samples = self._evaluate_rows(num_rows, step)
-        self.engine.sleep()
+        sleep_engine(self.engine, policy)
         samples: list[dict] = []
         for samples_of_rank in gather_objects(own_samples):
             samples += samples_of_rank

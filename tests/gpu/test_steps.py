@@ -45,6 +45,7 @@ def test_grpo(tmp_path, dtype, sleep_level):
         ("bf16", "flex", []),
         ("bf16", "flex", ["--compile", "--gradient-checkpointing"]),
         ("bf16", "sdpa", ["--offload", "optimizer", "--strategy", "ddp"]),
+        ("bf16", "flex", ["--lora-rank", 4, "--offload", "optimizer,base"]),
         ("fp16", "sdpa", []),
     ],
 )

@@ -609,3 +609,16 @@ def test_with_lora_a_reference_on_the_host_is_refused_as_a_forks_default_too(
     args.machine.offload = "reference"
     with pytest.raises(SystemExit, match="--offload reference has no effect: with LoRA"):
         Job("grpo", args.data, args.machine, args.run, demo=True)
+
+
+def test_a_base_on_the_host_needs_lora_and_an_engine(world, monkeypatch, tmp_path):
+    monkeypatch.setattr("common.job.init_world", lambda *_: world)
+    monkeypatch.setattr("common.job.refuse_idle", lambda *_: None)  # without a GPU
+    flags = ["--offload", "base", "--output-dir", str(tmp_path)]
+    args = checked_args(grpo, monkeypatch, *flags)
+    with pytest.raises(SystemExit, match="--offload base has no effect: needs --lora-rank"):
+        Job("grpo", args.data, args.machine, args.run, demo=True)
+    args = checked_args(grpo, monkeypatch, *flags, "--lora-rank", "4", "--replay", "dump")
+    job = Job("grpo", args.data, args.machine, args.run, demo=True, record=False)
+    with pytest.raises(SystemExit, match="--offload base has no effect: with --replay"):
+        check_rollout(job, args.rollout)

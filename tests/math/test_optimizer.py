@@ -153,9 +153,9 @@ def test_moments_that_a_resume_has_left_on_the_host_come_for_the_step(offload):
     events = []
     adam_step = adamw.optimizer.step
 
-    def record_move(optimizer, device):
+    def record_move(optimizer, device, host_moments):
         events.append(device.type)
-        move_states(optimizer, device)
+        move_states(optimizer, device, host_moments)
 
     def record_step():
         events.append("step")

@@ -83,8 +83,8 @@ def test_every_family_is_exact_in_an_engine_or_refused_by_name(engine, tmp_path)
     (its transformers backend decorates transformers' class), qwen3_moe (experts apart, packed again
     on CPUs), gpt_oss (fused experts and sinks), glm4_moe (the router's bias, a buffer), lfm2
     (rotary rows on CPUs, no prefix cache, no head to send), falcon_h1 (no prefix cache), gemma3
-    (placeholders end a sample). hf: gemma2 (the cap of attention), falcon_h1 (states of samples
-    that go on), glm4_moe and gemma3 as with vLLM."""
+    (placeholders end a sample), qwen3_vl_moe (experts transposed). hf: gemma2 (the cap of
+    attention), falcon_h1 (states of samples that go on), glm4_moe and gemma3 as with vLLM."""
     refused = REFUSED if engine == "vllm" else {}
     results = results_of(tmp_path, sorted({*FAMILIES, *COMPOSITES}), engine)
     for family, result in results.items():
@@ -127,6 +127,7 @@ def test_a_sync_that_stops_in_between_leaves_gradients_on(tmp_path):
 
 
 NAMED = ["qwen3_moe", "gpt_oss", "glm4_moe", "falcon_h1", "gemma3", "gemma3 as published"]
+NAMED += ["qwen3_vl_moe"]
 
 
 @pytest.mark.parametrize("case", NAMED)
@@ -213,6 +214,36 @@ def test_an_export_has_what_the_model_came_with(tmp_path):
         assert torch.equal(exported[name], tensor.to(dtype)), name
 
 
+def untransposed_experts(folder: Path) -> None:
+    """As transformers alone writes those of Qwen3-VL."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.mT.contiguous()
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_experts_of_qwen3_vl_are_written_as_they_were_published(tmp_path):
+    """transposed, whichever way the folder has them; vLLM loads no others."""
+    folder = write_family(tmp_path / "published", "qwen3_vl_moe")
+    other = write_family(tmp_path / "other", "qwen3_vl_moe")
+    untransposed_experts(other)
+    saved = load_file(folder / "model.safetensors")
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    assert saved[name].shape == (4, 32, 128), "experts, inputs, outputs"
+    for source in (folder, other):
+        export = tmp_path / f"export of {source.name}"
+        tokenizer = load_tokenizer(str(source))
+        export_hugging_face(plain_policy(source), tokenizer, export, WORLD, torch.float32)
+        exported = load_file(export / "model.safetensors")
+        assert exported.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(exported[name], tensor), name
+    with pytest.raises(SystemExit, match=r"or does not write again in this shape: .*--engine hf"):
+        saved_sizes(skeleton(str(other)), str(other))
+
+
 def test_the_other_engine_takes_the_names_of_modules(tmp_path):
     folder = write_family(tmp_path, "qwen3_moe")
     policy = plain_policy(folder)
@@ -271,6 +302,9 @@ SETTINGS = [  # (kind, what differs, the reason of its refusal or None)
     ("qwen3_next", {"on_gpu": False, "config": DELTA_NET}, None),
     ("qwen3_next", {"on_gpu": False, "config": {"linear_key_head_dim": 64}}, "heads of 128"),
     ("qwen3_5", {"on_gpu": False, "dtype": torch.float32}, "--dtype bf16, or --engine hf"),
+    ("qwen3_vl_moe", {}, "set norm_topk_prob to true"),
+    ("qwen3_vl_moe", {"config": {"text_config": {"norm_topk_prob": False}}}, "norm_topk_prob"),
+    ("qwen3_vl_moe", {"config": {"text_config": {"norm_topk_prob": True}}}, None),
 ]
 
 

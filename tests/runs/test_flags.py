@@ -447,6 +447,11 @@ def test_a_script_without_a_reference_model_neither_shows_nor_takes_one(
         checked_args(script, monkeypatch, "--offload", "optimizer,reference")
 
 
+def test_sft_has_no_engine_to_make_room_for(monkeypatch):
+    with pytest.raises(SystemExit, match=r"--offload base: sft\.py has no engine"):
+        checked_args(sft, monkeypatch, "--lora-rank", "4", "--offload", "base")
+
+
 @pytest.mark.parametrize(
     "script, given, name, answer",
     [

@@ -31,7 +31,7 @@ from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine, largest_graph
 from common.flags import MAX_MICRO_BATCH_TOKENS, Machine, Rollout
 from common.hub import FOLDERS
-from common.memory.estimate import activation_bytes, phases_of
+from common.memory.estimate import CUDA_CONTEXT, activation_bytes, phases_of
 from common.memory.halving import remembered_budget
 from common.memory.plan import GB_PER_GIB, MemoryPlan, memory_phases, memory_plan, no_rollout
 from common.memory.remedies import largest_micro_batch
@@ -871,6 +871,35 @@ def test_a_reference_on_the_host_takes_no_room(folder):
     assert_gigabytes(gb, weights=4 * PARAMETERS)
 
 
+def test_a_base_on_the_host_takes_no_room_beside_the_engine(folder):
+    """In the update it has its place. A critic has another one; each rank has its shard."""
+    options = {"ranks": 2, "trained": [folder] * 2, "frozen": [], "reward_parameters": 100}
+    machine = Machine(lora_rank=4)
+    rollout = Rollout(engine_memory=1.0)
+    here = memory_phases(rollout, machine, **options, **ON_A_CARD)
+    away = memory_phases(rollout, replace(machine, offload="base"), **options, **ON_A_CARD)
+    base_gb = pytest.approx(2 * 2 * PARAMETERS / 2 / 1e9)
+    assert here["rollout"] - away["rollout"] == base_gb
+    assert here["scoring"] - away["scoring"] == base_gb
+    assert away["update"] == here["update"]
+    assert away["weights"] == here["weights"]
+
+
+def test_lora_of_7b_fits_on_a_card_of_24_gb(monkeypatch):
+    """With the base on the host while sampling, which the plan advises."""
+    shape = replace(SHAPES["7B"], adapters=40_370_176)  # of rank 16
+    monkeypatch.setitem(SHAPES, "7B", shape)
+    free_gb = 24 * GB_PER_GIB - CUDA_CONTEXT
+    rollout = Rollout(max_prompt_tokens=512, max_response_tokens=1024)
+    flags = {"lora_rank": 16, "gradient_checkpointing": True}
+    text = planned_on_gpus(monkeypatch, "7B", free_gb, 1, rollout, **flags).text
+    assert text.endswith("warning: the rollout may not fit; it would with --offload base")
+    plan = planned_on_gpus(monkeypatch, "7B", free_gb, 1, rollout, offload="base", **flags)
+    assert "warning" not in plan.text
+    assert plan.micro_batch_tokens >= 2048, "a prompt and a response, and more"
+    assert plan.engine_memory >= 1, "the cache of more than ten of them, by 57 kB a token"
+
+
 @pytest.mark.parametrize("tokens", [10, 200_000])
 def test_moments_on_the_host_come_when_the_activations_are_gone(tokens):
     rollout = replace(WITHOUT_ENGINE, max_prompt_tokens=1, max_response_tokens=1)
@@ -887,13 +916,13 @@ def test_moving_the_moments_changes_nothing_but_their_place():
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     before = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
-    move_states(optimizer, torch.device("meta"))
+    move_states(optimizer, torch.device("meta"), {})
     state = optimizer.state[model.weight]
     assert state["exp_avg"].is_meta
     assert state["exp_avg_sq"].is_meta
     assert torch.equal(state["step"], before["step"])
     optimizer.state[model.weight] = before
-    move_states(optimizer, torch.device("cpu"))
+    move_states(optimizer, torch.device("cpu"), {})
     state = optimizer.state[model.weight]
     assert state.keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in state.items())

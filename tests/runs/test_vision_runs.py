@@ -206,7 +206,8 @@ def test_engines_sample_from_qwen3_as_its_packs_say(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, engine", [("qwen3_vl", "vllm"), ("qwen3_vl", "hf"), ("qwen3_5", "hf")]
+    "kind, engine",
+    [("qwen3_vl_moe", "vllm"), ("qwen3_vl", "vllm"), ("qwen3_vl", "hf"), ("qwen3_5", "hf")],
 )
 def test_qwen3_calls_tools_and_sees_crops(kind, engine, options, tmp_path):
     """On two ranks, from tool calls to the export."""

@@ -31,7 +31,7 @@ from common.vision import auto_class, skeleton
 from common.weights import saved_buffers
 
 END_IDS = list(range(0, 250, 50))  # so many that samples of a batch end at different times
-SAMPLING = Sampling(n=2, max_tokens=24, temperature=0.9)
+SAMPLING = Sampling(n=4, max_tokens=24, temperature=0.9)
 
 
 def make_prompts() -> list[list[int]]:
