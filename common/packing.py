@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.distributed import World, all_reduce, forward_context, gather_objects
+from common.distributed import World, all_reduce, forward_context, gather_objects, to_device
 from common.limits import exhausted_memory
 from common.memory.halving import halve_budget, limited_memory, release_memory, remembered_budget
 from common.pictures import Media
@@ -56,7 +56,7 @@ class MicroBatch:
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, Tensor):
-                value = value.to(device, non_blocking=True)
+                value = to_device(value, device)
             values[name] = value
         return MicroBatch(**values)
 
@@ -174,10 +174,11 @@ class Packer:
         def write(model: nn.Module) -> None:
             micro_batches = [batch for part in minibatches for batch in part.micro_batches]
             for batch in Progress("forward pass", micro_batches):
+                batch = batch.to(self.world.device)
                 with forward_context(model):
-                    output = model(batch.to(self.world.device), *inputs)
+                    output = model(batch, *inputs)
                 values = output[0] if isinstance(output, tuple) else output
-                result[batch.tokens.to(result.device)] = values
+                result[batch.tokens] = values
 
         self.attempt(write, model)
 

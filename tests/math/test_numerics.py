@@ -6,13 +6,18 @@ from copy import deepcopy
 from math import ceil
 
 import pytest
+import sympy
 import torch
 from episodes import random_episodes
 from helpers import random_policy, relative_l2
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._sympy.functions import Mod
+from transformers.integrations import flex_attention as transformers_flex
 
 import common.logprobs
 from common.attention import (
     block_mask,
+    block_masks,
     choose_attention,
     shared_prompt_attention,
     shared_prompt_flex_attention,
@@ -192,8 +197,6 @@ def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
 def test_the_block_mask_is_that_of_the_dense_mask(seed, window):
     """With a window some blocks are visited in which nothing is seen, or asked for each pair though
     all is."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     rng = random.Random(seed)
     units = []
     while sum(map(sum, units)) < 900:
@@ -204,6 +207,7 @@ def test_the_block_mask_is_that_of_the_dense_mask(seed, window):
     if length > num_tokens:
         units.append([length - num_tokens])  # padding
     mask = block_mask(units, torch.device("cpu"), window)
+    assert_both_sides_are_torchs(mask)
     dense = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
     partial = visible_blocks(mask.kv_num_blocks, mask.kv_indices)
     full = visible_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -217,6 +221,27 @@ def test_the_block_mask_is_that_of_the_dense_mask(seed, window):
         assert set(partial[row]) | set(full[row]) >= set(dense_partial[row]) | set(dense_full[row])
     seen = mask.mask_mod(None, None, torch.arange(length)[:, None], torch.arange(length))
     assert torch.equal(seen, dense_mask(units, window))
+
+
+def assert_both_sides_are_torchs(mask) -> None:
+    """torch makes the queries of each key from the keys of each query, on the mask's device."""
+    torchs = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks,
+        mask.kv_indices,
+        mask.full_kv_num_blocks,
+        mask.full_kv_indices,
+        BLOCK_SIZE=128,
+        mask_mod=mask.mask_mod,
+        seq_lengths=mask.seq_lengths,
+    )
+    ours = mask.as_tuple(flatten=True)
+    assert len(ours) == len(torchs.as_tuple(flatten=True))
+    for part, torchs_part in zip(ours, torchs.as_tuple(flatten=True)):
+        if isinstance(part, torch.Tensor):
+            assert torch.equal(part, torchs_part)
+            assert (part.dtype, part.stride()) == (torchs_part.dtype, torchs_part.stride())
+        else:
+            assert part is torchs_part or part == torchs_part
 
 
 def visible_blocks(num_blocks, indices) -> list[list[int]]:
@@ -335,6 +360,36 @@ def test_attention_by_segments_is_attention_under_the_dense_mask(units, variant)
         assert (gradient - expected_gradient).abs().max() < 1e-11
 
 
+@pytest.mark.parametrize(
+    "heads, kv_heads, variant",
+    [(12, 2, {}), (4, 2, {"sliding_window": 100}), (3, 3, {"softcap": 1.5})],
+)
+def test_flex_attention_is_transformers_without_repeated_keys(
+    heads, kv_heads, variant, uncompiled_flex, monkeypatch
+):
+    """transformers repeats keys where the number of heads is no power of two, as 12."""
+    monkeypatch.setattr(transformers_flex, "compile_friendly_flex_attention", uncompiled)
+    units = [[130, 200, 90], [60, 20], [12]]
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, heads, 512, 16, generator=generator)
+    key = torch.randn(1, kv_heads, 512, 16, generator=generator)
+    value = torch.randn(1, kv_heads, 512, 16, generator=generator)
+    module = torch.nn.Identity()
+    masks = block_masks(units, (None, 100), torch.device("cpu"))
+    output, _ = shared_prompt_flex_attention(
+        module, query, key, value, None, masks=masks, scaling=0.3, **variant
+    )
+    mask = masks[variant.get("sliding_window")]
+    expected, _ = transformers_flex.flex_attention_forward(
+        module, query, key, value, mask, scaling=0.3, softcap=variant.get("softcap")
+    )
+    assert torch.equal(output, expected)
+
+
+def uncompiled(query, key, value, training=False, **options):
+    return transformers_flex.flex_attention(query, key, value, **options)
+
+
 @pytest.mark.parametrize("units", [[[3, 4, 1]], [[530, 530, 7]]], ids=["short", "long"])
 def test_attention_takes_queries_in_another_dtype_than_values(units):
     """Rotary embeddings may return query and key in float32; torch's kernel refuses to mix."""
@@ -398,3 +453,19 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(
     assert len(lengths) >= 4
     assert counters["stats"]["unique_graphs"] - graphs_before <= 3, "a graph for each length"
     assert not counters["graph_break"]
+    flex_nodes = []
+    for graph in eager_compiler:
+        flex_nodes += [node for node in graph.graph.nodes if node.name.startswith("flex_attention")]
+    assert len(flex_nodes) >= 2, "of one length, of any"
+    for node in flex_nodes:
+        for tensor in node.args[:2]:
+            length = tensor.meta["example_value"].shape[2]
+            assert is_known_to_be_whole_blocks(length), "kernels would check bounds"
+
+
+def is_known_to_be_whole_blocks(length: int | torch.SymInt) -> bool:
+    """As the compiler's template for flex attention asks."""
+    if isinstance(length, int):
+        return length % 128 == 0
+    shapes = length.node.shape_env
+    return bool(shapes._maybe_evaluate_static(sympy.Eq(Mod(length.node.expr, 128), 0)))
