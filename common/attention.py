@@ -1,10 +1,11 @@
 """Attention over packs with shared prompts: SDPA segment by segment on any device, flex attention
-on GPUs."""
+on GPUs. FlashAttention reads packs without shared prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 from math import ceil
 
 import torch
@@ -275,6 +276,59 @@ def compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(_attend_in_blocks)
 
 
+def packed_flash_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    text_bounds: Tensor,
+    longest_text: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    units: list[list[int]] | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Each text of a pack by itself, in FlashAttention's kernels: `text_bounds` and `longest_text`
+    are those of `flash_inputs`, all else is as in `shared_prompt_flex_attention`.
+
+    transformers' function of this kind finds the texts by their positions, for which every layer
+    waits for the GPU.
+    """
+    check_options(module, options)
+    from flash_attn import flash_attn_varlen_func
+
+    head_size = value.shape[3]
+    if query.shape[3] > head_size:  # the kernels take one size
+        value = pad(value, (0, query.shape[3] - head_size))
+    # rotary embeddings may return float32
+    query, key, value = (x.to(value.dtype)[0].transpose(0, 1) for x in (query, key, value))
+    output = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=text_bounds,
+        cu_seqlens_k=text_bounds,
+        max_seqlen_q=longest_text,
+        max_seqlen_k=longest_text,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        softcap=softcap or 0.0,
+    )  # [L, H, D]
+    return output[None, ..., :head_size], None
+
+
+def flash_inputs(units: list[list[int]], device: torch.device) -> dict[str, object]:
+    """Keywords of `packed_flash_attention`: where the texts of a pack begin and end, [T + 1] int32,
+    and the length of the longest."""
+    lengths = [sum(unit) for unit in units]
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return {"text_bounds": to_device(bounds, device), "longest_text": max(lengths)}
+
+
 def block_masks(
     units: list[list[int]], windows: Sequence[int | None], device: torch.device
 ) -> "dict[int | None, flex.BlockMask]":
@@ -428,8 +482,9 @@ def _block_lists(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def register_attention() -> None:
-    """Register both with transformers under names of our own: Qwen2.5-VL refuses flex attention
+    """Register all with transformers under names of our own: Qwen2.5-VL refuses flex attention
     under its usual name."""
     register = transformers.AttentionInterface.register
     register("shared_prompts", shared_prompt_attention)
     register("shared_prompts_flex", shared_prompt_flex_attention)
+    register("packed_flash", packed_flash_attention)

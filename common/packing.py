@@ -190,7 +190,7 @@ class Packer:
 def layout_of(attention: str) -> dict[str, Any]:
     """Options of `pack`: the layout that an attention reads."""
     return {
-        # flash attention finds sequences by position ids alone, so each response repeats its prompt
+        # flash attention has no mask for a shared prompt, so each response repeats it
         "share_prompts": attention not in ("flash", "rows"),
         "rows": attention == "rows",
         # flex attention is compiled anew for each length: there are few multiples of 128

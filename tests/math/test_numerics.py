@@ -2,8 +2,11 @@
 ones."""
 
 import random
+import sys
 from copy import deepcopy
+from itertools import pairwise
 from math import ceil
+from types import SimpleNamespace
 
 import pytest
 import sympy
@@ -19,6 +22,8 @@ from common.attention import (
     block_mask,
     block_masks,
     choose_attention,
+    flash_inputs,
+    packed_flash_attention,
     shared_prompt_attention,
     shared_prompt_flex_attention,
 )
@@ -277,6 +282,7 @@ def test_an_option_that_packs_do_not_express_is_refused(option):
     for attention, packs in (
         (shared_prompt_attention, {"units": [[3, 2]]}),
         (shared_prompt_flex_attention, {"masks": {None: None}}),
+        (packed_flash_attention, {"text_bounds": None, "longest_text": 5}),
     ):
         with pytest.raises(TypeError, match=f"Identity needs {name}, not supported"):
             attention(*inputs, **packs, **option)
@@ -384,6 +390,65 @@ def test_flex_attention_is_transformers_without_repeated_keys(
         module, query, key, value, mask, scaling=0.3, softcap=variant.get("softcap")
     )
     assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize(
+    "value_size, variant", [(16, {}), (8, {"sliding_window": 30}), (16, {"softcap": 1.5})]
+)
+def test_flash_attention_gets_the_bounds_of_texts(value_size, variant, monkeypatch):
+    """Its kernel stands in the test as its documentation has it: GPUs alone have it. Values may
+    have smaller heads than queries, as in DeepSeek-V3."""
+    calls = []
+
+    def kernel(q, k, v, **options):
+        calls.append(options)
+        return varlen_attention(q, k, v, **options)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
+    units = [[40, 60], [20], [12]]
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 132, 16, generator=generator)
+    key = torch.randn(1, 2, 132, 16, generator=generator)
+    value = torch.randn(1, 2, 132, value_size, generator=generator)
+    inputs = flash_inputs(units, torch.device("cpu"))
+    output, _ = packed_flash_attention(
+        None, query, key, value, None, scaling=0.3, **inputs, **variant
+    )
+    expected, _ = shared_prompt_attention(
+        None, query, key, value, None, units=units, scaling=0.3, **variant
+    )
+    assert output.shape == (1, 132, 4, value_size)
+    assert torch.allclose(output, expected, atol=1e-6)
+    assert calls[0]["cu_seqlens_q"].tolist() == [0, 100, 120, 132]
+    assert calls[0]["cu_seqlens_q"].dtype == torch.int32
+    assert calls[0]["max_seqlen_q"] == 100
+
+
+def varlen_attention(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+):
+    """flash_attn.flash_attn_varlen_func of [L, heads, D], text by text."""
+    assert causal and q.shape[2] == v.shape[2]
+    assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    options = {"units": None, "scaling": softmax_scale, "sliding_window": window}
+    outputs = []
+    for start, end in pairwise(cu_seqlens_q.tolist()):
+        text = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
+        options["units"] = [[end - start]]
+        output, _ = shared_prompt_attention(None, *text, None, **options, softcap=softcap or None)
+        outputs.append(output[0])
+    return torch.cat(outputs)
 
 
 def uncompiled(query, key, value, training=False, **options):
