@@ -5,6 +5,7 @@ ask for one.
 """
 
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from episodes import random_episodes
 from helpers import make_args, random_policy, split_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from vl import trajectories, write_tiny_vl
 
 import common.attention
 import common.logprobs
@@ -25,9 +27,11 @@ import ppo
 import sft
 from common.attention import block_mask
 from common.distributed import World, make_mesh, wrap_model
-from common.models import attention_implementation
+from common.models import attention_implementation, load_model
 from common.optimizer import GuardedAdamW
-from common.packing import Packer, TokenIndex
+from common.packing import Packer, TokenIndex, pack
+from common.pictures import PixelLimits
+from common.vision import load_vision
 
 META = World(rank=0, size=1, local_rank=0, device=torch.device("meta"))
 # updates by name, and the script of each
@@ -173,3 +177,29 @@ def test_an_optimizer_step_reads_two_values_at_most(name, tiny_config, world):
         assert waits.num_reads == 0
         optimizer.step(1e-3)
     assert waits.num_reads <= 2
+
+
+@pytest.mark.parametrize("kind, num_bounds", [("qwen2_5_vl", 2), ("qwen3_vl", 1)])
+def test_a_vision_tower_reads_the_bounds_of_pictures_once(kind, num_bounds, tmp_path, monkeypatch):
+    """For all of its layers; Qwen2.5-VL's have the bounds of windows or those of frames."""
+    folder = str(write_tiny_vl(tmp_path, kind=kind))
+    vision = load_vision(folder, PixelLimits(784, 64 * 784, 16 * 784))
+    policy = load_model(folder, "sdpa", vision=vision)
+    blocks = policy.model.base_model.visual.blocks
+    blocks.extend(list(blocks))  # each twice: more layers than bounds
+    episodes = trajectories(vision)
+    index = TokenIndex(episodes)
+    batch = pack(episodes, range(len(episodes)), index, budget=4096, vision=vision)[0]
+    assert batch.media
+    readers = Counter()
+    tolist = Tensor.tolist
+
+    def counted(tensor: Tensor) -> list:
+        readers[Path(sys._getframe(1).f_code.co_filename).name] += 1
+        return tolist(tensor)
+
+    monkeypatch.setattr(Tensor, "tolist", counted)
+    with torch.no_grad():
+        policy(batch)
+    assert readers.pop("vision.py") == num_bounds
+    assert set(readers) == {"vision_utils.py"}, "what all layers share"
