@@ -216,9 +216,11 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
 def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
     """At each token, the mean of `values` [N] over the tokens of its episode. episodes [N] int64
     -> [N]."""
-    _, place, count = episodes.unique(return_inverse=True, return_counts=True)
-    sums = values.new_zeros(len(count)).index_add(0, place, values)
-    return (sums / count)[place]
+    # an episode's place; `unique` would make the host wait for the GPU, to learn their number
+    place = torch.searchsorted(episodes.sort().values, episodes)
+    sums = torch.zeros_like(values).index_add(0, place, values)
+    counts = torch.zeros_like(values).index_add(0, place, torch.ones_like(values))
+    return sums[place] / counts[place]
 
 
 def clipped_loss(
@@ -382,7 +384,8 @@ def policy_loss(
             low=args.correction_range[0],
             high=args.correction_range[1],
         )
-    loss = loss - args.entropy_coef * entropy
+    if args.entropy_coef:
+        loss = loss - args.entropy_coef * entropy
     if args.kl_loss_coef:
         kl = kl_estimate(logprobs, tokens.ref_logprobs, tokens.old_logprobs, args.kl_estimator)
         loss = loss + args.kl_loss_coef * kl

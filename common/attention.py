@@ -1,15 +1,18 @@
 """Attention over packs with shared prompts: SDPA segment by segment on any device, flex attention
-on GPUs."""
+on GPUs. FlashAttention reads packs without shared prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 from math import ceil
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from common.distributed import to_device
 from common.torch_repair import Later, transformers
 
 bias = Later("torch.nn.attention.bias")
@@ -214,14 +217,116 @@ def shared_prompt_flex_attention(
     **options: object,
 ) -> tuple[Tensor, None]:
     """`shared_prompt_attention` in flex attention's kernels; `masks` has one for each window of the
-    model (`block_masks`). units: for recurrent layers, if the model has some."""
-    from transformers.integrations.flex_attention import flex_attention_forward
+    model (`block_masks`). units: for recurrent layers, if the model has some.
 
+    transformers' function of this kind repeats keys and values for each query head where there are
+    12, 28 or 40 of them. Sinks need a GPU.
+    """
     check_options(module, options)
-    mask = masks[sliding_window]
-    return flex_attention_forward(
-        module, query, key, value, mask, scaling, softcap=softcap, s_aux=s_aux
-    )
+    # rotary embeddings may return float32
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
+    # layers that are compiled have flex attention compiled in them
+    attend = _attend_in_blocks if torch.compiler.is_compiling() else compiled_flex_attention()
+    output = attend(query, key, value, masks[sliding_window], scaling, s_aux, softcap)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: "flex.BlockMask",
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """query [1, H, L, D], key and value [1, K, L, D] -> [1, H, L, D]."""
+    # here, since the compiler breaks its graph at a module that is imported later
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    # Under a compiler for any length, kernels check no bounds if they know that blocks are whole.
+    # That the lengths are equal must be known before.
+    length = query.shape[2]
+    for other_length in (key.shape[2], *mask.seq_lengths):
+        torch._check(length == other_length)
+    torch._check(length % BLOCK == 0)
+
+    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    options = {
+        "block_mask": mask,
+        "scale": scaling,
+        "score_mod": None if softcap is None else capped,
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
+    if sinks is None:
+        return flex_attention(query, key, value, **options)
+    with_sums = AuxRequest(lse=True)
+    output, sums = flex_attention(query, key, value, **options, return_aux=with_sums)
+    # what the keys that have values get of the softmax, [1, H, L]
+    share = torch.sigmoid(sums.lse - sinks.float()[:, None])
+    return (output * share[..., None]).to(query.dtype)
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    """`_attend_in_blocks` for layers that are not compiled: once for all of them."""
+    return torch.compile(_attend_in_blocks)
+
+
+def packed_flash_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    text_bounds: Tensor,
+    longest_text: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    units: list[list[int]] | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Each text of a pack by itself, in FlashAttention's kernels: `text_bounds` and `longest_text`
+    are those of `flash_inputs`, all else is as in `shared_prompt_flex_attention`.
+
+    transformers' function of this kind finds the texts by their positions, for which every layer
+    waits for the GPU.
+    """
+    check_options(module, options)
+    from flash_attn import flash_attn_varlen_func
+
+    head_size = value.shape[3]
+    if query.shape[3] > head_size:  # the kernels take one size
+        value = pad(value, (0, query.shape[3] - head_size))
+    # rotary embeddings may return float32
+    query, key, value = (x.to(value.dtype)[0].transpose(0, 1) for x in (query, key, value))
+    output = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=text_bounds,
+        cu_seqlens_k=text_bounds,
+        max_seqlen_q=longest_text,
+        max_seqlen_k=longest_text,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        softcap=softcap or 0.0,
+    )  # [L, H, D]
+    return output[None, ..., :head_size], None
+
+
+def flash_inputs(units: list[list[int]], device: torch.device) -> dict[str, object]:
+    """Keywords of `packed_flash_attention`: where the texts of a pack begin and end, [T + 1] int32,
+    and the length of the longest."""
+    lengths = [sum(unit) for unit in units]
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return {"text_bounds": to_device(bounds, device), "longest_text": max(lengths)}
 
 
 def block_masks(
@@ -243,21 +348,29 @@ def block_mask(
 ) -> "flex.BlockMask":
     """For flex attention: which query sees which key, from the bounds of segments.
 
-    torch's `create_block_mask` would make it from a dense [L, L] mask: 2.6 GB for 16,384 tokens.
+    All is made on the host, which is ahead of a GPU and does not wait for it. torch's
+    `create_block_mask` would make it from a dense [L, L] mask: 2.6 GB for 16,384 tokens.
     """
-    unit_of_token: list[int] = []
-    segment_of_token: list[int] = []  # within its unit; 0: the prompt
-    place_of_token: list[int] = []  # within its text, a prompt with one of its responses
+    lengths: list[int] = []  # of segments in tokens
+    unit_of_segment: list[int] = []
+    segment_in_unit: list[int] = []  # 0: the prompt
+    text_start: list[int] = []  # where the text of a segment would begin if it stood there whole
+    start = 0
     for i, unit in enumerate(units):
         for j, length in enumerate(unit):
-            start = unit[0] if j > 0 else 0
-            unit_of_token.extend([i] * length)
-            segment_of_token.extend([j] * length)
-            place_of_token.extend(range(start, start + length))
-    length = len(unit_of_token)
-    unit_ids = torch.tensor(unit_of_token, device=device)
-    segment_ids = torch.tensor(segment_of_token, device=device)
-    places = torch.tensor(place_of_token, device=device)
+            lengths.append(length)
+            unit_of_segment.append(i)
+            segment_in_unit.append(j)
+            text_start.append(start - unit[0] if j > 0 else start)
+            start += length
+
+    def of_tokens(values: list[int]) -> Tensor:
+        """[L] int32, from a value for each segment."""
+        repeats = torch.tensor(lengths)
+        return torch.tensor(values, dtype=torch.int32).repeat_interleave(repeats)
+
+    unit_ids = to_device(of_tokens(unit_of_segment), device)
+    segment_ids = to_device(of_tokens(segment_in_unit), device)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_unit = unit_ids[query] == unit_ids[key]
@@ -265,33 +378,54 @@ def block_mask(
         in_prompt = segment_ids[key] == 0
         return (key <= query) & same_unit & (in_prompt | same_segment)
 
+    length = sum(lengths)
+    some, full = block_tables(units, ceil(length / BLOCK))
+    if window is None:
+        return _mask_of_tables(some & ~full, full, length, visible, device)
+
+    # within its text, a prompt with one of its responses
+    place_in_text = torch.arange(length, dtype=torch.int32) - of_tokens(text_start)
+    nearest, farthest = _block_distances(place_in_text)
+    some &= nearest < window
+    full &= farthest < window
+    places = to_device(place_in_text, device)
+
     def visible_in_window(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = places[query] - places[key] < window
         return visible(row, head, query, key) & near
 
-    some, full = block_tables(units, ceil(length / BLOCK))
-    if window is not None:
-        nearest, farthest = _block_distances(place_of_token)
-        some &= nearest < window
-        full &= farthest < window
-    num_partial, partial_blocks = _block_lists(some & ~full, device)
-    num_full, full_blocks = _block_lists(full, device)
-    return flex.BlockMask.from_kv_blocks(
-        kv_num_blocks=num_partial,
-        kv_indices=partial_blocks,
-        full_kv_num_blocks=num_full,
-        full_kv_indices=full_blocks,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=visible if window is None else visible_in_window,
+    return _mask_of_tables(some & ~full, full, length, visible_in_window, device)
+
+
+def _mask_of_tables(
+    partial: Tensor,
+    full: Tensor,
+    length: int,
+    mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    device: torch.device,
+) -> "flex.BlockMask":
+    """A mask of blocks that are seen in part, and of others that are seen whole; both tables
+    [query blocks, key blocks] bool, on the host."""
+    tables: dict[str, Tensor] = {}
+    for prefix, table in (("", partial), ("full_", full)):
+        # for the forward the keys of each query; for the backward also the queries of each key
+        for side, oriented in (("kv", table), ("q", table.T)):
+            counts, order = _block_lists(oriented)
+            tables[f"{prefix}{side}_num_blocks"] = to_device(counts, device)
+            tables[f"{prefix}{side}_indices"] = to_device(order, device)
+    return flex.BlockMask(
         seq_lengths=(length, length),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=mask_mod,
+        **tables,
     )
 
 
-def _block_distances(places: list[int]) -> tuple[Tensor, Tensor]:
+def _block_distances(places: Tensor) -> tuple[Tensor, Tensor]:
     """Bounds of how far, within its text, a query of a block may stand behind a key of another:
-    the least and the greatest, [query blocks, key blocks] int64 each."""
+    the least and the greatest, [query blocks, key blocks] int32 each; places [L]."""
     padding = -len(places) % BLOCK
-    padded = torch.tensor(places + [places[-1]] * padding).view(-1, BLOCK)
+    padded = torch.cat([places, places[-1:].expand(padding)]).view(-1, BLOCK)
     lowest, highest = padded.aminmax(dim=-1)
     return lowest[:, None] - highest, highest[:, None] - lowest
 
@@ -339,17 +473,18 @@ def _set_below(table: Tensor, rows: slice, columns: slice, with_diagonal: bool =
     part |= torch.ones_like(part).tril(0 if with_diagonal else -1)
 
 
-def _block_lists(table: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def _block_lists(table: Tensor) -> tuple[Tensor, Tensor]:
     """For each row of a table [B, B] the number of blocks that are set, [1, 1, B] int32, and the
     blocks, those that are set first, [1, 1, B, B] int32."""
     counts = table.sum(-1).to(torch.int32)
     order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts[None, None].to(device), order[None, None].to(device)
+    return counts[None, None], order[None, None].contiguous()  # also of a transposed table
 
 
 def register_attention() -> None:
-    """Register both with transformers under names of our own: Qwen2.5-VL refuses flex attention
+    """Register all with transformers under names of our own: Qwen2.5-VL refuses flex attention
     under its usual name."""
     register = transformers.AttentionInterface.register
     register("shared_prompts", shared_prompt_attention)
     register("shared_prompts_flex", shared_prompt_flex_attention)
+    register("packed_flash", packed_flash_attention)

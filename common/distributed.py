@@ -175,6 +175,14 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device. A GPU gets it from pinned memory: any other copy waits
+    until the GPU has done all that was started before."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def reshard(model: nn.Module) -> None:
     """FSDP2's root stays gathered after a forward; its parameters are DTensors again only after
     this."""

@@ -88,19 +88,24 @@ class _TokenLogprobs(torch.autograd.Function):
                 logsumexp[rows] = highest + log_total
                 logprobs[rows] = shifted.gather(-1, targets[rows, None]).squeeze(-1) - log_total
                 entropy[rows] = log_total - exponentials.mul_(shifted).sum(-1) / total
+        ctx.set_materialize_grads(False)  # None is the gradient of what is not part of the loss
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy)
         ctx.temperature = temperature
         ctx.transform = transform
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         # With p = softmax(z):  d logp_y / dz = onehot(y) - p,   d H / dz = -p * (log p + H)
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
         head = weight.to(hidden.dtype)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(logsumexp)
         grad_logprobs = grad_logprobs[:, None] / ctx.temperature
-        grad_entropy = grad_entropy[:, None] / ctx.temperature
-        through_entropy = bool(grad_entropy.any())  # it is rarely part of the loss
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy[:, None] / ctx.temperature
         grad_hidden = torch.zeros_like(hidden, dtype=logsumexp.dtype)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -117,7 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 inside = (targets >= words.start) & (targets < words.stop)
                 places = (targets - words.start).clamp(0, logp.shape[1] - 1)
                 slope = -grad_logprobs
-                if through_entropy:
+                if grad_entropy is not None:
                     slope = slope.addcmul(logp + entropy[:, None], grad_entropy, value=-1)
                 grad_logits = logp.exp_().mul_(slope)
                 grad_logits.scatter_add_(1, places[:, None], grad_logprobs * inside[:, None])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from common.attention import block_masks, register_attention
+from common.attention import block_masks, flash_inputs, register_attention
 from common.distributed import gathered, repeated_blocks, reshard
 from common.engine.protocol import Engine, Weights
 from common.exactness import checked_skeleton
@@ -57,6 +57,8 @@ def hidden_states(
         window = getattr(model.config.get_text_config(), "sliding_window", None)
         device = batch.input_ids.device
         inputs["masks"] = block_masks(batch.units, (None, window), device)
+    elif attention == "flash":
+        inputs |= flash_inputs(batch.units, batch.input_ids.device)
     elif attention == "sdpa":
         inputs["units"] = batch.units
     if attention != "rows" and is_recurrent(model.config):
@@ -241,7 +243,7 @@ def attention_implementation(
     """What transformers calls `attention`; with vision, for each part of the model. None: its
     default."""
     names = {
-        "flash": "flash_attention_2",
+        "flash": "packed_flash",
         "flex": "shared_prompts_flex",
         "sdpa": "shared_prompts",
         "rows": None,

@@ -109,7 +109,7 @@ class GuardedAdamW:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = gathered(torch.nn.utils.get_total_norm(gradients))
         grad_norm = norm.item() / self.scale
-        finite = bool(torch.isfinite(norm))
+        finite = math.isfinite(grad_norm)
         if finite:
             self._clip_and_step(gradients, grad_norm)
         self.optimizer.zero_grad(set_to_none=True)

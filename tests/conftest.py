@@ -128,15 +128,29 @@ def tiny_config():
 @pytest.fixture
 def eager_compiler(monkeypatch):
     """Compiled layers run as they were traced: flex attention has no backward to compile on a
-    CPU."""
+    CPU. The fixture is the list of traced graphs."""
     import torch
 
+    graphs = []
+
+    def run_as_traced(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
     monkeypatch.setattr(
-        torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager")
+        torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=run_as_traced)
     )
     torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=False):  # an engine in this process may have set it
-        yield
+        yield graphs
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch):
+    """Flex attention as it is written: to compile it takes a CPU long."""
+    from common import attention
+
+    monkeypatch.setattr(attention, "compiled_flex_attention", lambda: attention._attend_in_blocks)
 
 
 @pytest.fixture

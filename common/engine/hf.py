@@ -152,24 +152,30 @@ class HuggingFaceEngine(Engine):
             tokens, logprobs = sample(
                 output.logits[:, -1], sampling, [generators[i] for i in running]
             )
+            # two copies to the host, however many requests there are
+            token_ids = tokens.tolist()
+            token_logprobs = logprobs.tolist()
             kept_rows = []
             for row, i in enumerate(running):
-                token = tokens[row].item()
-                completions[i].token_ids.append(token)
-                completions[i].logprobs.append(logprobs[row].item())
-                if token in self.end_ids:
+                completions[i].token_ids.append(token_ids[row])
+                completions[i].logprobs.append(token_logprobs[row])
+                if token_ids[row] in self.end_ids:
                     completions[i].finish_reason = "stop"
                 elif length < limits[i]:
                     kept_rows.append(row)
             if not kept_rows:
                 break
             if len(kept_rows) < len(running):
+                kept = torch.tensor(kept_rows, device=self.device)
                 # recurrent layers have no batch_select_indices
-                cache.reorder_cache(torch.tensor(kept_rows, device=self.device))
+                cache.reorder_cache(kept)
                 running = [running[row] for row in kept_rows]
-            ids = tokens[kept_rows, None]
-            mask = torch.cat([mask[kept_rows], mask.new_ones(len(kept_rows), 1)], -1)
-            positions = positions[..., kept_rows, -1:] + 1  # [B, 1], or [3, B, 1] for M-RoPE
+                tokens = tokens[kept]
+                mask = mask[kept]
+                positions = positions[..., kept, :]
+            ids = tokens[:, None]
+            mask = torch.cat([mask, mask.new_ones(len(kept_rows), 1)], -1)
+            positions = positions[..., -1:] + 1  # [B, 1], or [3, B, 1] for M-RoPE
         return completions
 
 

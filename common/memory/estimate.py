@@ -45,8 +45,6 @@ def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: to
         # concatenating the outputs copies them
         keys = shape.queries * longest(rollout) / rollout.max_response_tokens
         outputs = 2 * shape.queries
-    elif machine.attention == "flex" and not is_power_of_two(shape.heads):
-        keys = shape.queries  # transformers repeats them for each head
     # queries, keys and values, outputs; a float32 log-sum-exp for each head
     attention = item * (shape.queries + 2 * keys + outputs) + 4 * shape.heads
     experts = item * 2 * shape.experts * shape.hidden  # inputs and outputs of each of them
@@ -54,10 +52,6 @@ def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: to
         return attention + experts + item * (2 * shape.norms + shape.head_norms + 3 * shape.mlp)
     norms = (4 + 2 * item) * shape.norms + (4 + item) * shape.head_norms  # float32 inside
     return attention + experts + norms + item * 4 * shape.mlp
-
-
-def is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def tower_layer_bytes(tower: TowerShape, dtype: torch.dtype) -> float:

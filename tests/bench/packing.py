@@ -4,6 +4,7 @@ different ways.
     python tests/bench/packing.py                                                    # SmolLM2, bf16
     python tests/bench/packing.py --model tiny --prompts 32 --prompt-tokens 20 --response-tokens 60
     120 --budget 4096
+    python tests/bench/packing.py --fill    # without a model: how full micro-batches are
 
 padded: every sequence is filled up to the longest, as in a rectangular batch. packed: sequences one
 behind the other, each with its prompt. shared: the prompt of a group once, followed by its
@@ -13,7 +14,7 @@ tokens.
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,7 +28,15 @@ from common.attention import choose_attention
 from common.distributed import forward_context, init_world, make_mesh, wrap_model
 from common.hub import resolve_model
 from common.models import load_model
-from common.packing import MicroBatch, Packer, TokenIndex, pack
+from common.packing import (
+    MicroBatch,
+    Packer,
+    TokenIndex,
+    _bins_of_groups,
+    _filled,
+    _groups,
+    pack,
+)
 from common.precision import DTYPES
 from common.script import run
 from common.types import Episode
@@ -46,6 +55,59 @@ class Args:
     repeats: int = 5  # rounds over all layouts
     threads: int = 2  # of a CPU
     seed: int = 0  # of the episodes
+    fill: bool = False  # how full micro-batches are, for groups of several shapes
+
+
+# groups, responses of each, tokens of a prompt, shortest and longest response, tokens of a
+# micro-batch
+FILL_SHAPES = [
+    (64, 8, 256, (1024, 1024), 16_384),
+    (16, 8, 256, (768, 768), 8192),  # of gpu.py
+    (16, 8, 256, (768, 768), 16_384),
+    (64, 8, 200, (100, 2048), 8192),
+    (64, 8, 200, (100, 2048), 16_384),
+    (32, 16, 300, (500, 4096), 16_384),
+    (128, 8, 150, (50, 400), 16_384),
+    (32, 8, 2000, (100, 1000), 16_384),
+]
+
+
+def print_fill(args: Args) -> None:
+    """Groups that fit stay whole, and as `pack` has them: some are cut, and repeat their prompt."""
+    rows = [["groups", "budget", "whole", "full", "as packed", "full", "tokens", "ms"]]
+    for prompts, samples, prompt_tokens, response_tokens, budget in FILL_SHAPES:
+        shape = replace(
+            args,
+            prompts=prompts,
+            samples=samples,
+            prompt_tokens=prompt_tokens,
+            response_tokens=response_tokens,
+        )
+        episodes = random_episodes(shape, vocab=10)
+        groups = _groups(episodes, range(len(episodes)), share_prompts=True)
+        whole = _filled(episodes, groups, budget, may_cut=False)
+        start = time.perf_counter()
+        packed = _bins_of_groups(episodes, groups, budget)
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        shortest, longest = response_tokens
+        tokens = [
+            sum(unit.num_tokens for bin_ in bins for unit in bin_) for bins in (whole, packed)
+        ]
+        rows.append(
+            [
+                f"{prompts} x ({prompt_tokens} + {samples} x {shortest}-{longest})",
+                str(budget),
+                str(len(whole)),
+                f"{tokens[0] / len(whole) / budget:.0%}",
+                str(len(packed)),
+                f"{tokens[1] / len(packed) / budget:.0%}",
+                f"{tokens[1] / tokens[0] - 1:+.1%}",
+                f"{milliseconds:.0f}",
+            ]
+        )
+    header("micro-batches, and how full they are", args.threads)
+    table(*rows)
+    print("tokens: more of them, of repeated prompts. ms: to decide what goes where")
 
 
 def random_episodes(args: Args, vocab: int) -> list[Episode]:
@@ -118,6 +180,9 @@ def update(
 
 def main(args: Args) -> None:
     torch.set_num_threads(args.threads)
+    if args.fill:
+        print_fill(args)
+        return
     world = init_world()
     attention = choose_attention("auto", world.device)
     policy = load_model(resolve_model(args.model), attention)

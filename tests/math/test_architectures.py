@@ -3,7 +3,6 @@ is refused in one line."""
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -125,18 +124,6 @@ EVERY_TIME = [
     "phimoe",
     "whisper",
 ]
-
-
-@pytest.fixture
-def uncompiled_flex(monkeypatch):
-    """transformers compiles flex attention, which takes a CPU long."""
-
-    def attend(query, key, value, training=False, **options):
-        return flex_attention(query, key, value, **options)
-
-    monkeypatch.setattr(
-        "transformers.integrations.flex_attention.compile_friendly_flex_attention", attend
-    )
 
 
 def little(kind: str):

@@ -2,18 +2,28 @@
 ones."""
 
 import random
+import sys
 from copy import deepcopy
+from itertools import pairwise
 from math import ceil
+from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 from episodes import random_episodes
 from helpers import random_policy, relative_l2
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._sympy.functions import Mod
+from transformers.integrations import flex_attention as transformers_flex
 
 import common.logprobs
 from common.attention import (
     block_mask,
+    block_masks,
     choose_attention,
+    flash_inputs,
+    packed_flash_attention,
     shared_prompt_attention,
     shared_prompt_flex_attention,
 )
@@ -192,8 +202,6 @@ def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
 def test_the_block_mask_is_that_of_the_dense_mask(seed, window):
     """With a window some blocks are visited in which nothing is seen, or asked for each pair though
     all is."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     rng = random.Random(seed)
     units = []
     while sum(map(sum, units)) < 900:
@@ -204,6 +212,7 @@ def test_the_block_mask_is_that_of_the_dense_mask(seed, window):
     if length > num_tokens:
         units.append([length - num_tokens])  # padding
     mask = block_mask(units, torch.device("cpu"), window)
+    assert_both_sides_are_torchs(mask)
     dense = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
     partial = visible_blocks(mask.kv_num_blocks, mask.kv_indices)
     full = visible_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -217,6 +226,27 @@ def test_the_block_mask_is_that_of_the_dense_mask(seed, window):
         assert set(partial[row]) | set(full[row]) >= set(dense_partial[row]) | set(dense_full[row])
     seen = mask.mask_mod(None, None, torch.arange(length)[:, None], torch.arange(length))
     assert torch.equal(seen, dense_mask(units, window))
+
+
+def assert_both_sides_are_torchs(mask) -> None:
+    """torch makes the queries of each key from the keys of each query, on the mask's device."""
+    torchs = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks,
+        mask.kv_indices,
+        mask.full_kv_num_blocks,
+        mask.full_kv_indices,
+        BLOCK_SIZE=128,
+        mask_mod=mask.mask_mod,
+        seq_lengths=mask.seq_lengths,
+    )
+    ours = mask.as_tuple(flatten=True)
+    assert len(ours) == len(torchs.as_tuple(flatten=True))
+    for part, torchs_part in zip(ours, torchs.as_tuple(flatten=True)):
+        if isinstance(part, torch.Tensor):
+            assert torch.equal(part, torchs_part)
+            assert (part.dtype, part.stride()) == (torchs_part.dtype, torchs_part.stride())
+        else:
+            assert part is torchs_part or part == torchs_part
 
 
 def visible_blocks(num_blocks, indices) -> list[list[int]]:
@@ -252,6 +282,7 @@ def test_an_option_that_packs_do_not_express_is_refused(option):
     for attention, packs in (
         (shared_prompt_attention, {"units": [[3, 2]]}),
         (shared_prompt_flex_attention, {"masks": {None: None}}),
+        (packed_flash_attention, {"text_bounds": None, "longest_text": 5}),
     ):
         with pytest.raises(TypeError, match=f"Identity needs {name}, not supported"):
             attention(*inputs, **packs, **option)
@@ -335,6 +366,95 @@ def test_attention_by_segments_is_attention_under_the_dense_mask(units, variant)
         assert (gradient - expected_gradient).abs().max() < 1e-11
 
 
+@pytest.mark.parametrize(
+    "heads, kv_heads, variant",
+    [(12, 2, {}), (4, 2, {"sliding_window": 100}), (3, 3, {"softcap": 1.5})],
+)
+def test_flex_attention_is_transformers_without_repeated_keys(
+    heads, kv_heads, variant, uncompiled_flex, monkeypatch
+):
+    """transformers repeats keys where the number of heads is no power of two, as 12."""
+    monkeypatch.setattr(transformers_flex, "compile_friendly_flex_attention", uncompiled)
+    units = [[130, 200, 90], [60, 20], [12]]
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, heads, 512, 16, generator=generator)
+    key = torch.randn(1, kv_heads, 512, 16, generator=generator)
+    value = torch.randn(1, kv_heads, 512, 16, generator=generator)
+    module = torch.nn.Identity()
+    masks = block_masks(units, (None, 100), torch.device("cpu"))
+    output, _ = shared_prompt_flex_attention(
+        module, query, key, value, None, masks=masks, scaling=0.3, **variant
+    )
+    mask = masks[variant.get("sliding_window")]
+    expected, _ = transformers_flex.flex_attention_forward(
+        module, query, key, value, mask, scaling=0.3, softcap=variant.get("softcap")
+    )
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize(
+    "value_size, variant", [(16, {}), (8, {"sliding_window": 30}), (16, {"softcap": 1.5})]
+)
+def test_flash_attention_gets_the_bounds_of_texts(value_size, variant, monkeypatch):
+    """Its kernel stands in the test as its documentation has it: GPUs alone have it. Values may
+    have smaller heads than queries, as in DeepSeek-V3."""
+    calls = []
+
+    def kernel(q, k, v, **options):
+        calls.append(options)
+        return varlen_attention(q, k, v, **options)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
+    units = [[40, 60], [20], [12]]
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 132, 16, generator=generator)
+    key = torch.randn(1, 2, 132, 16, generator=generator)
+    value = torch.randn(1, 2, 132, value_size, generator=generator)
+    inputs = flash_inputs(units, torch.device("cpu"))
+    output, _ = packed_flash_attention(
+        None, query, key, value, None, scaling=0.3, **inputs, **variant
+    )
+    expected, _ = shared_prompt_attention(
+        None, query, key, value, None, units=units, scaling=0.3, **variant
+    )
+    assert output.shape == (1, 132, 4, value_size)
+    assert torch.allclose(output, expected, atol=1e-6)
+    assert calls[0]["cu_seqlens_q"].tolist() == [0, 100, 120, 132]
+    assert calls[0]["cu_seqlens_q"].dtype == torch.int32
+    assert calls[0]["max_seqlen_q"] == 100
+
+
+def varlen_attention(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+):
+    """flash_attn.flash_attn_varlen_func of [L, heads, D], text by text."""
+    assert causal and q.shape[2] == v.shape[2]
+    assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    options = {"units": None, "scaling": softmax_scale, "sliding_window": window}
+    outputs = []
+    for start, end in pairwise(cu_seqlens_q.tolist()):
+        text = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
+        options["units"] = [[end - start]]
+        output, _ = shared_prompt_attention(None, *text, None, **options, softcap=softcap or None)
+        outputs.append(output[0])
+    return torch.cat(outputs)
+
+
+def uncompiled(query, key, value, training=False, **options):
+    return transformers_flex.flex_attention(query, key, value, **options)
+
+
 @pytest.mark.parametrize("units", [[[3, 4, 1]], [[530, 530, 7]]], ids=["short", "long"])
 def test_attention_takes_queries_in_another_dtype_than_values(units):
     """Rotary embeddings may return query and key in float32; torch's kernel refuses to mix."""
@@ -398,3 +518,19 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(
     assert len(lengths) >= 4
     assert counters["stats"]["unique_graphs"] - graphs_before <= 3, "a graph for each length"
     assert not counters["graph_break"]
+    flex_nodes = []
+    for graph in eager_compiler:
+        flex_nodes += [node for node in graph.graph.nodes if node.name.startswith("flex_attention")]
+    assert len(flex_nodes) >= 2, "of one length, of any"
+    for node in flex_nodes:
+        for tensor in node.args[:2]:
+            length = tensor.meta["example_value"].shape[2]
+            assert is_known_to_be_whole_blocks(length), "kernels would check bounds"
+
+
+def is_known_to_be_whole_blocks(length: int | torch.SymInt) -> bool:
+    """As the compiler's template for flex attention asks."""
+    if isinstance(length, int):
+        return length % 128 == 0
+    shapes = length.node.shape_env
+    return bool(shapes._maybe_evaluate_static(sympy.Eq(Mod(length.node.expr, 128), 0)))

@@ -2,8 +2,11 @@
 fill in a column."""
 
 import mmap
+import random
 import resource
+from collections import Counter
 from functools import partial
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +23,7 @@ from common.limits import status_bytes
 from common.memory.halving import RESERVE, halve_budget, limited_memory
 from common.models import load_model
 from common.packing import Packer, TokenIndex
+from common.types import Episode
 from grpo import split_minibatches
 
 BUDGET = 512
@@ -100,6 +104,61 @@ def test_a_group_beyond_the_budget_is_split_and_repeats_its_prompt(world):
     units = [unit for batch in minibatch.micro_batches for unit in batch.units]
     assert max(sizes(minibatch)) <= budget
     assert 6 < len(units) < len(episodes)
+
+
+def groups_of(prompts: int, samples: int, prompt_tokens: int, response_tokens) -> list[Episode]:
+    """Groups whose responses have a length of `response_tokens`, a range."""
+    rng = random.Random(0)
+    episodes = []
+    for prompt in range(prompts):
+        for sample in range(samples):
+            length = rng.choice(response_tokens)
+            mask = [1] * length
+            ids = [prompt] * length
+            logprobs = [0.0] * length
+            prompt_ids = [prompt] * prompt_tokens
+            episodes.append(Episode(prompt, sample, prompt_ids, ids, mask, logprobs, "stop"))
+    return episodes
+
+
+@pytest.mark.parametrize(
+    "shape, budget",
+    [
+        ((16, 8, 256, [1024]), 16_384),
+        ((16, 8, 256, [768]), 8_192),  # of tests/bench/gpu.py
+        ((16, 8, 256, [768]), 16_384),
+        ((16, 8, 200, range(100, 1500)), 8_192),
+        ((8, 16, 300, range(400, 3000)), 8_192),
+    ],
+)
+def test_micro_batches_are_nine_tenths_full(shape, budget, world):
+    """Groups of half a budget and more are cut, and their prompts repeated; no response is."""
+    episodes = groups_of(*shape)
+    packer = Packer("sdpa", budget, Path("nowhere"), world)
+    index = TokenIndex(episodes)
+    (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
+    filled = sizes(minibatch)
+    assert max(filled) <= budget
+    assert len(filled) <= ceil(sum(filled) / (0.9 * budget)), "the last one has what is left"
+    responses = Counter()
+    tokens = []
+    for batch in minibatch.micro_batches:
+        for unit in batch.units:
+            assert unit[0] == shape[2]
+            responses.update(unit[1:])
+        tokens += batch.tokens.tolist()
+    assert responses == Counter(len(episode.response_ids) for episode in episodes)
+    assert sorted(tokens) == list(range(len(index)))
+    num_prompts, _, prompt_tokens, _ = shape
+    assert sum(filled) <= 1.04 * (num_prompts * prompt_tokens + len(index))
+
+
+def test_a_group_stays_whole_where_its_prompt_is_dear(world):
+    """To cut groups would save a fifth of the micro-batches, and compute every prompt twice."""
+    episodes = groups_of(20, 8, 8000, [100])
+    packer = Packer("sdpa", 17_200, Path("nowhere"), world)
+    (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), [list(range(160))])
+    assert [len(batch.units) for batch in minibatch.micro_batches] == [1] * 20
 
 
 # --- attempt --------------------------------------------------------------------------------------

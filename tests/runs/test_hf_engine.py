@@ -138,6 +138,24 @@ def test_a_longer_neighbour_does_not_shorten_a_sample(make_engine):
     assert beside.token_ids == alone.token_ids
 
 
+def test_a_token_costs_two_copies_to_the_host(make_engine, monkeypatch):
+    """Of all requests together: each copy waits for the device."""
+    engine = make_engine(end_ids=[])
+    num_copies = 0
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor):
+        nonlocal num_copies
+        num_copies += 1
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "item", Mock(side_effect=AssertionError("one value")))
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    completions = generate(engine, PROMPTS, Sampling(max_tokens=6, temperature=1.0), SEEDS, 0)
+    assert [len(c.token_ids) for (c,) in completions] == [6] * len(PROMPTS)
+    assert num_copies == 2 * 6
+
+
 def test_greedy_is_the_argmax_of_the_plain_model(engine, policy):
     greedy = generate(engine, PROMPTS, Sampling(1, 12, 0.0), SEEDS, 0)
     for prompt, (sample,) in zip(PROMPTS, greedy):

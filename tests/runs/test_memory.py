@@ -22,7 +22,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers.integrations.flex_attention import repeat_kv
 
 import common.attention
 from common.distributed import World
@@ -132,9 +131,13 @@ def gigabytes(
 )
 def test_peaks_that_were_measured_on_an_h100(name, flags, measured):
     """Of an update by tests/bench/gpu.py, docs/results.md: compiled, micro-batches of 12,800
-    tokens, no engine."""
+    tokens, no engine. Then keys were still repeated for each of 12 heads."""
     estimate = gigabytes(name, micro_batch_tokens=12_800, compile=True, **flags)
-    assert estimate["update"] == pytest.approx(measured, rel=0.03)
+    shape = SHAPES[name]
+    repeated_keys = 0.0
+    if name == "1.5B":
+        repeated_keys = 12_800 * shape.layers * 4 * (shape.queries - shape.keys) / 1e9
+    assert estimate["update"] + repeated_keys == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -155,13 +158,12 @@ def test_the_shape_of_a_folder_is_that_by_hand(name, tmp_path):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_activations_by_formula(name):
-    """24 hidden + 8 mlp a layer, compiled 16 + 6, and less if the heads are a power of two: 3B."""
+    """24 hidden + 8 mlp a layer, compiled 16 + 6, with as many heads of keys as of queries; these
+    have fewer."""
     shape = SHAPES[name]
-    eager = 24.3 * shape.hidden + 8 * shape.mlp
-    compiled = 16.4 * shape.hidden + 6 * shape.mlp
-    if name == "3B":  # keys are not repeated for each head
-        eager -= 4 * (shape.queries - shape.keys)
-        compiled -= 4 * (shape.queries - shape.keys)
+    missing_keys = 4 * (shape.queries - shape.keys)
+    eager = 24.3 * shape.hidden + 8 * shape.mlp - missing_keys
+    compiled = 16.4 * shape.hidden + 6 * shape.mlp - missing_keys
     for flag, layer in ((False, eager), (True, compiled)):
         machine = Machine(compile=flag, attention="flex")
         estimate = activation_bytes(shape, Rollout(), machine, torch.bfloat16)
@@ -185,12 +187,8 @@ class Opaque(torch.autograd.Function):
 def flex_like(
     _, query: Tensor, key: Tensor, value: Tensor, mask: None, **options
 ) -> tuple[Tensor, None]:
-    heads = query.shape[1]
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    if heads & (heads - 1):  # as transformers does for flex attention
-        key = repeat_kv(key, heads // key.shape[1])
-        value = repeat_kv(value, heads // value.shape[1])
     return Opaque.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
@@ -453,7 +451,7 @@ def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
             70,
             1,
             {"compile": True, "micro_batch_tokens": 24_576},
-            r"with --micro-batch-tokens 1[89]\d{3}",
+            r"with --micro-batch-tokens 2[01]\d{3}",
         ),
         (
             "7B",

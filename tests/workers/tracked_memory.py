@@ -41,9 +41,6 @@ class Opaque(torch.autograd.Function):
 def opaque_attention(
     _, query: Tensor, key: Tensor, value: Tensor, mask: None, **options
 ) -> tuple[Tensor, None]:
-    heads = query.shape[1]
-    if heads & (heads - 1):  # as transformers does it for flex attention
-        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     return Opaque.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
