@@ -235,7 +235,9 @@ class Machine:
     gradient_checkpointing: bool = False
     # on the host while idle: optimizer (Adam's moments); reference (of a KL); both with a comma
     offload: Offload = ""
-    compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
+    # torch.compile the layers, on GPUs: a slow first step, then faster ones; default: on with flex,
+    # for families that were tried
+    compile: tyro.conf.DisallowNone[bool | None] = None
     freeze_vision: bool = False  # train the language model alone
     lora_rank: Limit = 0  # train LoRA adapters of this rank (try 16); 0: train the model itself
     lora_alpha: Positive = 32.0  # of LoRA: the product of the adapters counts alpha / rank times

@@ -30,7 +30,13 @@ from common.distributed import (
     wrap_model,
 )
 from common.ending import at_end, fail, leave
-from common.exactness import check_policy, checked_skeleton, exact_attention, refuse_inexact
+from common.exactness import (
+    check_policy,
+    checked_skeleton,
+    choose_compile,
+    exact_attention,
+    refuse_inexact,
+)
 from common.files import DAMAGE, HEARTBEAT_S, lock_folder, shorten, user_errors
 from common.flags import (
     MAX_MICRO_BATCH_TOKENS,
@@ -114,6 +120,11 @@ class Job:
         empty_model = skeleton(self.path, machine.trust_remote_code)
         self.attention = exact_attention(empty_model, self.attention, machine)
         refuse_inexact(empty_model, self.attention, f"--model {self.path}")
+        self.compile, reason = choose_compile(
+            empty_model, self.attention, machine, self.world.device
+        )
+        if reason and self.world.device.type == "cuda":
+            say(f"layers are not compiled: {reason}")
         self.num_embeddings = empty_model.get_input_embeddings().weight.shape[0]
         self.num_positions = num_positions(empty_model.config.get_text_config())
         # what must be the same in a checkpoint that is resumed
@@ -171,6 +182,7 @@ class Job:
                 self.machine,
                 micro_batch_tokens=self.micro_batch_tokens,
                 attention=self.attention,
+                compile=self.compile,
             ),
             self.world,
             self.compute_dtype,
@@ -212,9 +224,14 @@ class Job:
         """A critic of the class `make`, to be trained, on the backbone of the model in a folder."""
         if self.machine.lora_rank:
             self._check_frozen("critic's base", path, "a critic on another base")
-        critic = load_model(
-            path, flag="--critic-model", make=make, **self._model_options(trained=True)
+        options = self._model_options(trained=True)
+        options["compile_layers"], _ = choose_compile(
+            skeleton(path, self.machine.trust_remote_code, "--critic-model"),
+            self.attention,
+            self.machine,
+            self.world.device,
         )
+        critic = load_model(path, flag="--critic-model", make=make, **options)
         return critic.to(self.world.device)
 
     def load_reference(self, policy: nn.Module) -> nn.Module:
@@ -274,7 +291,7 @@ class Job:
             options["seed"] = self.run.seed
         if trained:
             options["gradient_checkpointing"] = machine.gradient_checkpointing
-            options["compile_layers"] = machine.compile
+            options["compile_layers"] = self.compile
         return options
 
 

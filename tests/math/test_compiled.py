@@ -1,14 +1,32 @@
 """What torch.compile makes has the values of the code as it stands, and is made once for packs of
 all lengths. On a CPU graphs run as they were traced; -m slow has inductor's own kernels."""
 
-from functools import partial
+from functools import partial, partialmethod
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from family_models import FAMILIES, SIZES
 from helpers import relative_l2
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._inductor.async_compile import get_compile_threads
+from torch.nn.attention import flex_attention
+from transformers import CONFIG_MAPPING, FalconH1Config, Qwen2Config
+from vl import trajectories, write_tiny_vl
 
 import common.logprobs
+from common.distributed import forward_context, gathered, make_mesh, wrap_model
+from common.engine.vllm import give_back_compiler_threads
+from common.exactness import COMPILED, check_policy, choose_compile
+from common.flags import Machine
 from common.logprobs import LogitTransform, token_logprobs
+from common.models import load_model
+from common.packing import MicroBatch, TokenIndex, pack
+from common.pictures import PixelLimits
+from common.types import Episode
+from common.vision import load_vision
 
 # relative distances: of log-probs and entropies in float32, and of gradients in the dtype of the
 # inputs
@@ -75,4 +93,154 @@ def test_the_compiled_head_is_the_eager_one(
         assert relative_l2([ours], [expected]) < gradient_bound
     # forward and backward, whatever the size of a slice
     assert compiler["stats"]["unique_graphs"] == 2
+    assert not compiler["graph_break"]
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+CHOICES = [  # (config, attention, capability, --compile, is it compiled, why not)
+    (Qwen2Config(), "flex", 9, None, True, ""),
+    (Qwen2Config(), "flex", 9, False, False, ""),
+    (Qwen2Config(), "flash", 9, None, False, "--attention flash"),
+    (Qwen2Config(), "flash", 9, True, True, ""),
+    (Qwen2Config(), "sdpa", 7, None, False, "no GPU of capability 8.0"),
+    (FalconH1Config(), "flex", 9, None, False, "falcon_h1 were not tried; --compile tries them"),
+    (FalconH1Config(), "flex", 9, True, True, ""),  # refused later, by name
+]
+
+
+@pytest.mark.parametrize("config, attention, capability, flag, is_compiled, reason", CHOICES)
+def test_layers_of_families_that_were_tried_are_compiled_on_gpus(
+    config, attention, capability, flag, is_compiled, reason, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    model = SimpleNamespace(config=config)
+    machine = Machine(compile=flag)
+    chosen, why_not = choose_compile(model, attention, machine, torch.device("cuda"))
+    assert chosen is is_compiled
+    assert why_not.endswith(reason)
+    assert bool(why_not) == bool(reason)
+    assert not choose_compile(model, "sdpa", Machine(), torch.device("cpu"))[0]
+
+
+def test_an_engine_leaves_the_compiler_its_threads(monkeypatch):
+    """vLLM's import sets one thread for the whole process."""
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    monkeypatch.setattr("common.engine.vllm.cpus_of_rank", lambda: 12)
+    give_back_compiler_threads()
+    assert get_compile_threads() == 12
+
+
+FORWARDS = 2  # of a kind of layer: without gradients, and with them
+
+
+@pytest.fixture
+def graphs(compiler, monkeypatch) -> list[torch.fx.GraphModule]:
+    """Those that layers are compiled to; they run as they were traced."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    # flex attention refuses a backward on CPUs, where no kernel has one; a traced graph has it
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    return compiled
+
+
+def little_family(folder: Path, family: str, layers: int) -> int:
+    """Write the config.json of a family with so many layers, of which some have windows if those of
+    the family do. Returns the number of kinds of layers."""
+    options = SIZES | {"hidden_size": 64, "vocab_size": 128} | FAMILIES.get(family, {})
+    options |= {"num_hidden_layers": layers, "pad_token_id": 0, "bos_token_id": 0}
+    for name in ("layer_types", "no_rope_layers"):
+        if name in options:
+            options[name] = (options[name] * layers)[:layers]
+    config = CONFIG_MAPPING[family](**options)
+    config.save_pretrained(folder)
+    return len(set(getattr(config, "layer_types", None) or [""]))
+
+
+def packed(lengths: list[int]) -> MicroBatch:
+    """A prompt with responses, padded to whole blocks of flex attention."""
+    episodes = []
+    for sample, length in enumerate(lengths):
+        ids = [(7 * i + sample) % 120 + 1 for i in range(length)]
+        episodes.append(Episode(0, sample, [*range(1, 31)], ids, [1] * length, [0.0] * length))
+    index = TokenIndex(episodes)
+    (batch,) = pack(episodes, range(len(episodes)), index, budget=4096, multiple=128)
+    return batch
+
+
+def backward(policy: nn.Module, batch: MicroBatch) -> list[torch.Tensor]:
+    """Log-probs, and the gradients of parameters."""
+    policy.zero_grad()
+    with forward_context(policy):
+        logprobs, entropy = policy(batch, 0.9)
+        (logprobs * torch.linspace(-1, 1, len(logprobs)) + 0.1 * entropy).sum().backward()
+    return [logprobs.detach()] + [gathered(p.grad) for p in policy.parameters()]
+
+
+SEEING = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
+OTHER_FAMILIES = [
+    pytest.param(family, 3, marks=pytest.mark.slow)
+    for family in sorted(COMPILED - {"qwen2"} - set(SEEING))
+]
+
+
+@pytest.mark.parametrize("family, layers", [("qwen2", 2), *OTHER_FAMILIES])
+def test_layers_are_compiled_once_for_packs_of_all_lengths(
+    family, layers, tmp_path, world, graphs, compiler
+):
+    """In the order of a run: the guard, the largest micro-batch of the rehearsal, steps, and an
+    evaluation."""
+    kinds = little_family(tmp_path, family, layers)
+    plain = load_model(str(tmp_path), "sdpa", from_scratch=True)
+    plain.model.save_pretrained(tmp_path)
+    wrap = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=torch.float32)
+    policy = load_model(str(tmp_path), "flex", compile_layers=True, wrap=wrap)
+    check_policy(policy, torch.float32, family)
+    assert len(graphs) == kinds
+    largest = packed([450, 200, 100])
+    ours = backward(policy, largest)
+    assert relative_l2(ours, backward(plain, largest)) < 1e-5
+    assert len(graphs) == FORWARDS * kinds
+    for length in range(10, 410, 40):
+        batch = packed([length, 100, 150])
+        logprobs, *gradients = backward(policy, batch)
+        with torch.no_grad():
+            expected, _ = plain(batch, 0.9)
+        torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
+    assert relative_l2([logprobs, *gradients], backward(plain, batch)) < 1e-5
+    assert len(graphs) == FORWARDS * kinds, "a graph for each length"
+    with torch.no_grad():
+        for length in (300, 500):
+            with forward_context(policy):
+                policy(packed([length]))
+    assert len(graphs) == (FORWARDS + 1) * kinds  # the guard's has a single block
+    assert not compiler["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SEEING)
+def test_layers_behind_a_tower_are_compiled_once(family, tmp_path, world, graphs, compiler):
+    folder = str(write_tiny_vl(tmp_path, kind=SEEING[family]))
+    vision = load_vision(folder, PixelLimits(784, 24 * 1024, 8 * 1024))
+    wrap = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=torch.float32)
+    plain = load_model(folder, "sdpa", vision=vision)
+    policy = load_model(folder, "flex", vision=vision, compile_layers=True, wrap=wrap)
+    assert policy.model.config.get_text_config().model_type == family
+    num_graphs = []
+    for seed in range(6):
+        episodes = trajectories(vision, seed=seed, prompts=2 + seed % 3)
+        index = TokenIndex(episodes)
+        (batch,) = pack(
+            episodes, range(len(episodes)), index, budget=10_000, multiple=128, vision=vision
+        )
+        ours = backward(policy, batch)
+        num_graphs.append(len(graphs))
+    assert relative_l2(ours, backward(plain, batch)) < 1e-4
+    # for the first length; for all others, of the first layer, whose input is a view, and the rest
+    assert num_graphs[1:] == 5 * [3]
     assert not compiler["graph_break"]

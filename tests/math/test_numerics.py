@@ -370,31 +370,3 @@ def test_attention_and_compilation_that_cannot_work_are_refused(monkeypatch):
     monkeypatch.setattr("common.attention.find_spec", find_spec)
     with pytest.raises(SystemExit, match="pip install flash-attn"):
         choose_attention("flash", gpu, dtype=torch.bfloat16)
-
-
-def test_compiled_layers_serve_packs_of_every_length_under_fsdp(
-    tiny_config, tmp_path, world, eager_compiler
-):
-    from common.distributed import forward_context, make_mesh, wrap_model
-    from common.models import load_model
-
-    random_policy(tiny_config, torch.float32).model.save_pretrained(tmp_path)
-    plain = load_model(tmp_path, "sdpa")
-    compiled = load_model(tmp_path, "flex", compile_layers=True)
-    compiled = wrap_model(compiled, make_mesh(world, "fsdp"), torch.float32)
-    episodes = random_episodes(5, prompts=12, samples=5)
-    index = TokenIndex(episodes)
-    lengths = set()
-    counters = torch._dynamo.utils.counters
-    graphs_before = counters["stats"]["unique_graphs"]
-    with torch.no_grad():
-        for budget in (128, 256, 384, 512, 640):
-            for batch in pack(episodes, range(len(episodes)), index, budget=budget, multiple=128):
-                lengths.add(batch.input_ids.shape[1])
-                with forward_context(compiled):
-                    logprobs, _ = compiled(batch)
-                expected, _ = plain(batch)
-                torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
-    assert len(lengths) >= 4
-    assert counters["stats"]["unique_graphs"] - graphs_before <= 3, "a graph for each length"
-    assert not counters["graph_break"]

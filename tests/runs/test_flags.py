@@ -226,6 +226,14 @@ def test_a_flag_of_a_group_has_no_prefix_and_leaves_the_others_as_they_are(scrip
 
 
 @pytest.mark.parametrize(
+    "typed, compiles", [([], None), (["--compile"], True), (["--no-compile"], False)]
+)
+def test_whether_layers_are_compiled_depends_unless_it_is_said(typed, compiles, monkeypatch):
+    args, _ = called(monkeypatch, grpo, *typed)
+    assert args.machine.compile is compiles
+
+
+@pytest.mark.parametrize(
     "typed, expected",
     [
         ("--objective gspo", (3e-4, 4e-4, "grpo")),
