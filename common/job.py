@@ -125,6 +125,7 @@ class Job:
         )
         if reason and self.world.device.type == "cuda":
             say(f"layers are not compiled: {reason}")
+        check_activation_memory(machine, self.compile)
         self.num_embeddings = empty_model.get_input_embeddings().weight.shape[0]
         self.num_positions = num_positions(empty_model.config.get_text_config())
         # what must be the same in a checkpoint that is resumed
@@ -292,6 +293,7 @@ class Job:
         if trained:
             options["gradient_checkpointing"] = machine.gradient_checkpointing
             options["compile_layers"] = self.compile
+            options["activation_memory"] = machine.activation_memory
         return options
 
 
@@ -319,6 +321,15 @@ def check_machine(machine: Machine, world: World) -> None:
     refuse_idle(machine, uses)
     if machine.lora_rank and "reference" in machine.offload:
         raise SystemExit("--offload reference has no effect: with LoRA it is the base")
+
+
+def check_activation_memory(machine: Machine, compiles: bool) -> None:
+    """compiles: whether layers are compiled."""
+    for use in (
+        (compiles, "--compile"),
+        (not machine.gradient_checkpointing, "no --gradient-checkpointing, which keeps less"),
+    ):
+        refuse_idle(machine, {"activation_memory": use})
 
 
 def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:

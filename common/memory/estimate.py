@@ -78,12 +78,16 @@ def activation_bytes(
     item = dtype.itemsize
     last_norm = (4 + item) * shape.hidden
     tower = shape.tower
+    layer_input = item * shape.hidden
     if machine.gradient_checkpointing:
-        kept = item * shape.layers * shape.hidden
+        kept = shape.layers * layer_input
         if tower:
             kept += PATCHES * item * tower.layers * tower.hidden
     else:
-        kept = shape.layers * layer_bytes(shape, rollout, machine, dtype)
+        layer = layer_bytes(shape, rollout, machine, dtype)
+        if machine.compile:
+            layer = layer_input + machine.activation_memory * (layer - layer_input)
+        kept = shape.layers * layer
         if tower:
             kept += tower.layers * tower_layer_bytes(tower, dtype)
     return last_norm + kept
@@ -93,8 +97,8 @@ def recomputed_bytes(
     shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype
 ) -> float:
     """Bytes of a token in the layer whose activations are computed again, with
-    --gradient-checkpointing."""
-    if not machine.gradient_checkpointing:
+    --gradient-checkpointing or --activation-memory."""
+    if not machine.gradient_checkpointing and machine.activation_memory == 1:
         return 0
     layer = layer_bytes(shape, rollout, machine, dtype)
     if shape.tower:

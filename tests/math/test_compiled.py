@@ -1,6 +1,8 @@
 """What torch.compile makes has the values of the code as it stands, and is made once for packs of
 all lengths. On a CPU graphs run as they were traced; -m slow has inductor's own kernels."""
 
+from collections import Counter
+from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,12 @@ import torch
 from family_models import FAMILIES, SIZES
 from helpers import relative_l2
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager, get_nop_func
+from torch._functorch import config as functorch
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.async_compile import get_compile_threads
+from torch._inductor.compile_fx import select_decomp_table
 from torch.nn.attention import flex_attention
 from transformers import CONFIG_MAPPING, FalconH1Config, Qwen2Config
 from vl import trajectories, write_tiny_vl
@@ -20,9 +26,12 @@ import common.logprobs
 from common.distributed import forward_context, gathered, make_mesh, wrap_model
 from common.engine.vllm import give_back_compiler_threads
 from common.exactness import COMPILED, check_policy, choose_compile
-from common.flags import Machine
+from common.flags import Machine, Rollout
+from common.job import check_activation_memory
 from common.logprobs import LogitTransform, token_logprobs
-from common.models import load_model
+from common.memory.estimate import activation_bytes
+from common.memory.shape import model_shape
+from common.models import hidden_states, load_model
 from common.packing import MicroBatch, TokenIndex, pack
 from common.pictures import PixelLimits
 from common.types import Episode
@@ -244,3 +253,94 @@ def test_layers_behind_a_tower_are_compiled_once(family, tmp_path, world, graphs
     # for the first length; for all others, of the first layer, whose input is a view, and the rest
     assert num_graphs[1:] == 5 * [3]
     assert not compiler["graph_break"]
+
+
+# --- activations that are recomputed --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "compiles, checkpointing, reason",
+    [(False, False, "--compile"), (True, True, "no --gradient-checkpointing, which keeps less")],
+)
+def test_a_share_of_activations_needs_compiled_layers(compiles, checkpointing, reason, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["grpo.py", "--activation-memory", "0.5"])
+    machine = Machine(activation_memory=0.5, gradient_checkpointing=checkpointing)
+    with pytest.raises(SystemExit) as refusal:
+        check_activation_memory(machine, compiles)
+    assert str(refusal.value) == f"--activation-memory 0.5 has no effect: needs {reason}"
+    check_activation_memory(replace(machine, gradient_checkpointing=False), compiles=True)
+
+
+@pytest.fixture
+def backward_calls(compiler, monkeypatch) -> list[Counter]:
+    """What the backward of each graph calls, if inductor's partitioner cuts it off the forward."""
+    calls: list[Counter] = []
+
+    def count_calls(graph, inputs):
+        nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+        calls.append(Counter(node.target._name for node in nodes if hasattr(node.target, "_name")))
+        return get_nop_func()(graph, inputs)
+
+    cut = partial(min_cut_rematerialization_partition, compiler="inductor")
+    backend = aot_autograd(
+        fw_compiler=get_nop_func(),
+        bw_compiler=count_calls,
+        decompositions=select_decomp_table,
+        partition_fn=cut,
+    )
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    with functorch.patch(activation_memory_budget=1.0, unlift_effect_tokens=True):
+        yield calls
+
+
+SHARES = [
+    (0.7, 6),
+    *[pytest.param(s, h, marks=pytest.mark.slow) for s in (1, 0.5, 0.3) for h in (4, 6)],
+]
+
+
+@pytest.mark.parametrize("share, heads", SHARES)
+def test_a_share_of_the_activations_is_kept(share, heads, tmp_path, backward_calls):
+    """As much as the memory plan says. Down to 0.7 neither matrix products nor attention are
+    computed again."""
+    layers = 3
+    config = Qwen2Config(
+        hidden_size=64 * heads,
+        intermediate_size=192 * heads,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    config.save_pretrained(tmp_path)
+    policy = load_model(
+        str(tmp_path),
+        "flex",
+        dtype=torch.bfloat16,
+        from_scratch=True,
+        compile_layers=True,
+        activation_memory=share,
+    )
+    batch = packed([482])
+    of_model = {tensor.untyped_storage()._cdata for tensor in policy.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in of_model:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = hidden_states(policy.model.base_model, batch, "flex", None)
+    hidden.sum().backward()
+    machine = Machine(compile=True, activation_memory=share, attention="flex")
+    shape = model_shape(str(tmp_path), machine)
+    planned = activation_bytes(shape, Rollout(), machine, torch.bfloat16)
+    assert sum(kept.values()) / batch.input_ids.numel() == pytest.approx(planned, rel=0.15)
+    (calls,) = backward_calls
+    again = calls["aten::mm"] + calls["aten::addmm"] - 2 * 7  # two products for each matrix
+    assert (again > 0) == (share < 0.7)
+    assert calls["flex_attention"] == (1 if share < 0.7 else 0)
+    assert calls["flex_attention_backward"] == 1

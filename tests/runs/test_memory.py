@@ -404,7 +404,8 @@ def changed(advice: str, ranks: int, rollout: Rollout, flags: dict) -> tuple[int
         elif name in vars(rollout):
             rollout = replace(rollout, **{name: int(value)})
         else:
-            flags = flags | {name: int(value) if value else True}
+            number = float(value) if "." in value else int(value or 1)
+            flags = flags | {name: number if value else True}
     return ranks, rollout, flags
 
 
@@ -472,14 +473,15 @@ def test_what_is_advised_fits(name, card, sleep_level, typed, monkeypatch):
             40,
             1,
             {"micro_batch_tokens": 16_384},
-            "with --gradient-checkpointing --offload optimizer on 4 GPUs",
+            r"with --compile --activation-memory 0.5 --offload optimizer "
+            r"--micro-batch-tokens 6\d{3} on 4 GPUs",
         ),
         (
             "0.5B",
             12,
             8,
             {"compile": True, "strategy": "ddp", "micro_batch_tokens": 16_384},
-            "with --strategy fsdp .*",
+            r"with --activation-memory 0.5 --strategy fsdp .*",
         ),
     ],
 )
