@@ -60,6 +60,7 @@ from common.manifest import (
     refuse_links,
     weights_identity,
 )
+from common.memory.estimate import keeps_gathered
 from common.memory.plan import MemoryPlan, memory_plan
 from common.models import load_model
 from common.optimizer import GuardedAdamW
@@ -273,6 +274,10 @@ class Job:
         """Keyword arguments of common.models.load_model."""
         machine = self.machine
         has_lora = machine.lora_rank > 0
+        on_gpu = self.world.device.type == "cuda"
+        # a forward of a reference is not worth the memory of a GPU
+        stays_gathered = keeps_gathered(machine, self.world.size, on_gpu)
+        stays_gathered = stays_gathered and (trained or not on_gpu)
         options = {
             "attention": self.attention,
             "vision": self.vision,
@@ -281,6 +286,7 @@ class Job:
                 mesh=self.mesh,
                 compute_dtype=self.compute_dtype,
                 own_stay_whole=has_lora,  # a critic's head
+                stays_gathered=stays_gathered,
             ),
             "dtype": torch.float32 if trained and not has_lora else self.compute_dtype,
             "trust_remote_code": machine.trust_remote_code,

@@ -273,6 +273,14 @@ def phases_of(
     return {name: number / 1e9 for name, number in terms.items()}
 
 
+def keeps_gathered(machine: Machine, ranks: int, on_gpu: bool) -> bool:
+    """Whether all weights of a trained model stay gathered between micro-batches: on a rank alone,
+    unless flags say that a GPU's memory is short."""
+    if on_gpu and (machine.gradient_checkpointing or machine.lora_rank or machine.offload):
+        return False
+    return ranks == 1
+
+
 def update_moments(
     shape: ModelShape,
     rollout: Rollout,
@@ -294,8 +302,7 @@ def update_moments(
     tokens = max(machine.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS, longest(rollout))
     activations = tokens * activation_bytes(shape, rollout, machine, dtype)
     recomputed = tokens * recomputed_bytes(shape, rollout, machine, dtype)
-    # one rank on a CPU keeps all weights gathered between micro-batches
-    keeps_all = ranks == 1 and not on_gpu
+    keeps_all = keeps_gathered(machine, ranks, on_gpu)
     gathered = item * (shape.parameters if keeps_all else shape.root)
     if lora:
         root_gradients = 0
