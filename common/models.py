@@ -211,6 +211,8 @@ def load_model(
         from torch._functorch import config as functorch
 
         functorch.activation_memory_budget = activation_memory
+        # layers of several kinds, with adapters and without, with gradients and without
+        torch._dynamo.config.recompile_limit = 32
         # not the vision tower: pictures have many sizes, and each would be compiled anew
         for layer in language_layers:
             layer.compile()

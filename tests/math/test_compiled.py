@@ -18,6 +18,7 @@ from torch._functorch import config as functorch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.async_compile import get_compile_threads
 from torch._inductor.compile_fx import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention
 from transformers import CONFIG_MAPPING, FalconH1Config, Qwen2Config
 from vl import trajectories, write_tiny_vl
@@ -29,6 +30,7 @@ from common.exactness import COMPILED, check_policy, choose_compile
 from common.flags import Machine, Rollout
 from common.job import check_activation_memory
 from common.logprobs import LogitTransform, token_logprobs
+from common.lora import Base, adapters, merged
 from common.memory.estimate import activation_bytes
 from common.memory.shape import model_shape
 from common.models import hidden_states, load_model
@@ -183,12 +185,13 @@ def packed(lengths: list[int]) -> MicroBatch:
 
 
 def backward(policy: nn.Module, batch: MicroBatch) -> list[torch.Tensor]:
-    """Log-probs, and the gradients of parameters."""
+    """Log-probs, and the gradients of trained parameters."""
     policy.zero_grad()
     with forward_context(policy):
         logprobs, entropy = policy(batch, 0.9)
         (logprobs * torch.linspace(-1, 1, len(logprobs)) + 0.1 * entropy).sum().backward()
-    return [logprobs.detach()] + [gathered(p.grad) for p in policy.parameters()]
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    return [logprobs.detach()] + [gathered(parameter.grad) for parameter in trained]
 
 
 SEEING = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
@@ -252,6 +255,42 @@ def test_layers_behind_a_tower_are_compiled_once(family, tmp_path, world, graphs
     assert relative_l2(ours, backward(plain, batch)) < 1e-4
     # for the first length; for all others, of the first layer, whose input is a view, and the rest
     assert num_graphs[1:] == 5 * [3]
+    assert not compiler["graph_break"]
+
+
+def test_merging_adapters_is_one_product_and_one_kernel():
+    """Inductor fuses what follows a product, and would cast the base to float32 for an addmm."""
+    base = torch.randn(24, 16).bfloat16()
+    inputs = (base, torch.randn(3, 16), torch.randn(24, 3))
+    graph = make_fx(partial(merged, scale=0.3))(*inputs).graph
+    calls = [node.target.name() for node in graph.nodes if node.op == "call_function"]
+    assert calls == ["aten::mul.Tensor", "aten::mm", "aten::add.Tensor", "aten::_to_copy"]
+
+
+@pytest.mark.slow
+def test_adapted_layers_are_compiled_once(tmp_path, world, graphs, compiler):
+    little_family(tmp_path, "qwen2", layers=2)
+    load_model(str(tmp_path), "sdpa", from_scratch=True).model.save_pretrained(tmp_path)
+    options = {"lora_flags": Machine(lora_rank=16), "seed": 1}
+    mesh = make_mesh(world, "fsdp")
+    wrap = partial(wrap_model, mesh=mesh, compute_dtype=torch.float32, own_stay_whole=True)
+    plain = load_model(str(tmp_path), "sdpa", **options)
+    policy = load_model(str(tmp_path), "flex", compile_layers=True, wrap=wrap, **options)
+    for model in (plain, policy):
+        for _, layer in adapters(model):
+            layer.lora_B.data.fill_(0.01)
+    check_policy(policy, torch.float32, "qwen2")
+    for length in (400, 10, 200, 90):
+        batch = packed([length, 100, 150])
+        ours = backward(policy, batch)
+        assert relative_l2(ours, backward(plain, batch)) < 1e-5
+    assert len(graphs) == FORWARDS + 1  # the input of the first layer needs no gradient
+    with torch.no_grad():
+        expected = Base(plain)(batch)
+        for _ in range(2):
+            with forward_context(policy):
+                torch.testing.assert_close(Base(policy)(batch), expected, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == FORWARDS + 2  # without adapters
     assert not compiler["graph_break"]
 
 
