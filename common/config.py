@@ -14,7 +14,7 @@ from common.files import full_disk_is_a_warning, jsonable, replace_file
 from common.limits import total_memory, usable_cpus
 
 
-def save_config(run_dir: Path, args: dict, **chosen: str | float) -> None:
+def save_config(run_dir: Path, args: dict, **chosen: str | float | bool) -> None:
     """Write run_dir/config.json: what is needed to run this again, without a host name. `chosen`:
     what flags that are `auto`, or were not given, became."""
     record = {

@@ -127,7 +127,11 @@ def check_all_reduce(world: World, group: dist.ProcessGroup) -> None:
 
 
 def wrap_model(
-    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, own_stay_whole: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    own_stay_whole: bool = False,
+    stays_gathered: bool = True,
 ) -> nn.Module:
     """Shard `model` (FSDP2), whose float32 parameters stay the master weights, over the mesh.
 
@@ -135,7 +139,8 @@ def wrap_model(
     FSDP2 computes with parameters cast to `compute_dtype` and reduces gradients in float32. A model
     on the meta device gets its weights later, in shards. own_stay_whole: do not shard the
     parameters that the model itself has, outside of its submodules (with LoRA, a critic's head);
-    `average_whole_gradients` takes care of their gradients.
+    `average_whole_gradients` takes care of their gradients. stays_gathered: a rank alone gathers,
+    that is casts and copies, its weights once a step, and not twice a micro-batch.
     """
     precision = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
@@ -145,6 +150,7 @@ def wrap_model(
         parameter.data = parameter.data.to(mesh.device_type)
     for unit in [*repeated_blocks(model), model]:
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision, ignored_params=whole_parameters)
+    model.stays_gathered = stays_gathered and world_size() == 1
     return model
 
 
@@ -219,8 +225,7 @@ def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
     sign_of_life()
     if isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(last)
-        # on a CPU casting the weights is slow: they stay cast until the last micro-batch
-        if world_size() == 1 and not torch.cuda.is_available():
+        if model.stays_gathered:  # until the last micro-batch
             model.set_reshard_after_forward(False)
             model.set_reshard_after_backward(last)
     yield

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from common.distributed import forward_context
 from common.flags import Machine
+from common.logprobs import has_compiler
 from common.packing import TokenIndex, layout_of, pack
 from common.progress import say
 from common.recurrent import is_recurrent
@@ -25,6 +26,33 @@ REFUSALS = {
 }
 # whose attention does not get the options that packs need
 WITHOUT_OPTIONS = ("nemotron", "moshi")
+# whose layers are compiled once for packs of all lengths (tests/math/test_compiled.py)
+COMPILED = {
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen2_5_vl_text",
+    "qwen3",
+    "qwen3_vl_text",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+}
 
 
 def why_unsupported(model: nn.Module, attention: str) -> str | None:
@@ -83,6 +111,23 @@ def exact_attention(model: nn.Module, attention: str, machine: Machine) -> str:
         raise SystemExit(f"{line}; leave out --compile, which would compile every length anew")
     say(f"{line}. Each response repeats its prompt, padded to the longest of its micro-batch")
     return "rows"
+
+
+def choose_compile(
+    model: nn.Module, attention: str, machine: Machine, device: torch.device
+) -> tuple[bool, str]:
+    """Whether the layers of a model are compiled, and why they are not though --compile is not
+    given: by default those of families in COMPILED are, where attention is flex."""
+    model_type = model.config.get_text_config().model_type
+    if machine.compile is not None:
+        return machine.compile, ""
+    if not has_compiler(device):
+        return False, "no GPU of capability 8.0"
+    if attention != "flex":
+        return False, f"--attention {attention}"
+    if model_type not in COMPILED:
+        return False, f"the layers of {model_type} were not tried; --compile tries them"
+    return True, ""
 
 
 def refuse_inexact(model: nn.Module, attention: str, name: str) -> None:

@@ -236,9 +236,13 @@ class Machine:
     micro_batch_tokens: Count | None = None
     # recompute activations in backward: less memory, a third more compute
     gradient_checkpointing: bool = False
+    # share of the activations of compiled layers that is kept; what is cheap is recomputed first
+    activation_memory: Share = 1.0
     # on the host while idle: optimizer (Adam's moments); reference (of a KL); base (of LoRA)
     offload: Offload = ""
-    compile: bool = False  # torch.compile the layers, on GPUs: a slow first step, then faster ones
+    # torch.compile the layers, on GPUs: a slow first step, then faster ones; default: on with flex,
+    # for families that were tried
+    compile: tyro.conf.DisallowNone[bool | None] = None
     freeze_vision: bool = False  # train the language model alone
     lora_rank: Limit = 0  # train LoRA adapters of this rank (try 16); 0: train the model itself
     lora_alpha: Positive = 32.0  # of LoRA: the product of the adapters counts alpha / rank times

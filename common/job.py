@@ -30,7 +30,13 @@ from common.distributed import (
     wrap_model,
 )
 from common.ending import at_end, fail, leave
-from common.exactness import check_policy, checked_skeleton, exact_attention, refuse_inexact
+from common.exactness import (
+    check_policy,
+    checked_skeleton,
+    choose_compile,
+    exact_attention,
+    refuse_inexact,
+)
 from common.files import DAMAGE, HEARTBEAT_S, lock_folder, shorten, user_errors
 from common.flags import (
     MAX_MICRO_BATCH_TOKENS,
@@ -54,6 +60,7 @@ from common.manifest import (
     refuse_links,
     weights_identity,
 )
+from common.memory.estimate import keeps_gathered
 from common.memory.plan import MemoryPlan, memory_plan
 from common.models import Policy, load_model
 from common.offload import HostBase
@@ -115,6 +122,12 @@ class Job:
         empty_model = skeleton(self.path, machine.trust_remote_code)
         self.attention = exact_attention(empty_model, self.attention, machine)
         refuse_inexact(empty_model, self.attention, f"--model {self.path}")
+        self.compile, reason = choose_compile(
+            empty_model, self.attention, machine, self.world.device
+        )
+        if reason and self.world.device.type == "cuda":
+            say(f"layers are not compiled: {reason}")
+        check_activation_memory(machine, self.compile)
         self.num_embeddings = empty_model.get_input_embeddings().weight.shape[0]
         self.num_positions = num_positions(empty_model.config.get_text_config())
         # what must be the same in a checkpoint that is resumed
@@ -173,6 +186,7 @@ class Job:
                 self.machine,
                 micro_batch_tokens=self.micro_batch_tokens,
                 attention=self.attention,
+                compile=self.compile,
             ),
             self.world,
             self.compute_dtype,
@@ -216,9 +230,14 @@ class Job:
         """A critic of the class `make`, to be trained, on the backbone of the model in a folder."""
         if self.machine.lora_rank:
             self._check_frozen("critic's base", path, "a critic on another base")
-        critic = load_model(
-            path, flag="--critic-model", make=make, **self._model_options(trained=True)
+        options = self._model_options(trained=True)
+        options["compile_layers"], _ = choose_compile(
+            skeleton(path, self.machine.trust_remote_code, "--critic-model"),
+            self.attention,
+            self.machine,
+            self.world.device,
         )
+        critic = load_model(path, flag="--critic-model", make=make, **options)
         critic.to(self.world.device)
         self._copy_base(critic)
         return critic
@@ -284,6 +303,10 @@ class Job:
         """Keyword arguments of common.models.load_model."""
         machine = self.machine
         has_lora = machine.lora_rank > 0
+        on_gpu = self.world.device.type == "cuda"
+        # a forward of a reference is not worth the memory of a GPU
+        stays_gathered = keeps_gathered(machine, self.world.size, on_gpu)
+        stays_gathered = stays_gathered and (trained or not on_gpu)
         options = {
             "attention": self.attention,
             "vision": self.vision,
@@ -292,6 +315,7 @@ class Job:
                 mesh=self.mesh,
                 compute_dtype=self.compute_dtype,
                 own_stay_whole=has_lora,  # a critic's head
+                stays_gathered=stays_gathered,
             ),
             "dtype": torch.float32 if trained and not has_lora else self.compute_dtype,
             "trust_remote_code": machine.trust_remote_code,
@@ -303,7 +327,8 @@ class Job:
             options["seed"] = self.run.seed
         if trained:
             options["gradient_checkpointing"] = machine.gradient_checkpointing
-            options["compile_layers"] = machine.compile
+            options["compile_layers"] = self.compile
+            options["activation_memory"] = machine.activation_memory
         return options
 
 
@@ -331,6 +356,15 @@ def check_machine(machine: Machine, world: World) -> None:
     refuse_idle(machine, uses)
     if "base" in machine.offload and not machine.lora_rank:
         raise SystemExit("--offload base has no effect: needs --lora-rank, which freezes a base")
+
+
+def check_activation_memory(machine: Machine, compiles: bool) -> None:
+    """compiles: whether layers are compiled."""
+    for use in (
+        (compiles, "--compile"),
+        (not machine.gradient_checkpointing, "no --gradient-checkpointing, which keeps less"),
+    ):
+        refuse_idle(machine, {"activation_memory": use})
 
 
 def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:

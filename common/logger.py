@@ -213,6 +213,7 @@ def open_logger(
         chosen = {
             "dtype": str(job.compute_dtype),
             "attention": job.attention,
+            "compile": job.compile,
             "micro_batch_tokens": job.micro_batch_tokens,
             "engine_memory": job.engine_memory,
         }

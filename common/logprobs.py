@@ -1,7 +1,9 @@
 """Log-probabilities and entropies from hidden states, in chunks: there is never a [tokens, vocab]
 tensor."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,6 +19,10 @@ class LogitTransform:
 
     scale: float = 1.0
     softcap: float | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        return self.scale == 1 and self.softcap is None
 
     def apply(self, x: Tensor) -> Tensor:
         """In place."""
@@ -71,23 +77,16 @@ class _TokenLogprobs(torch.autograd.Function):
         transform: LogitTransform,
     ) -> tuple[Tensor, Tensor]:
         head = weight.to(hidden.dtype)
+        statistics = in_one_kernel(_statistics, hidden.device)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(targets.shape, dtype=dtype)
         logsumexp = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(hidden, weight):
-                logits = transform.apply(_products(hidden[rows], head))
-                if temperature != 1:
-                    logits.div_(temperature)
-                highest = logits.amax(-1)
-                shifted = logits.sub_(highest[:, None])
-                exponentials = shifted.exp()
-                total = exponentials.sum(-1)
-                log_total = total.log()
-                logsumexp[rows] = highest + log_total
-                logprobs[rows] = shifted.gather(-1, targets[rows, None]).squeeze(-1) - log_total
-                entropy[rows] = log_total - exponentials.mul_(shifted).sum(-1) / total
+                logprobs[rows], logsumexp[rows], entropy[rows] = statistics(
+                    hidden[rows] @ head.T, targets[rows], temperature, transform
+                )
         ctx.set_materialize_grads(False)  # None is the gradient of what is not part of the loss
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy)
         ctx.temperature = temperature
@@ -98,9 +97,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        # With p = softmax(z):  d logp_y / dz = onehot(y) - p,   d H / dz = -p * (log p + H)
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
         head = weight.to(hidden.dtype)
+        logit_gradients = in_one_kernel(_logit_gradients, hidden.device)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logsumexp)
         grad_logprobs = grad_logprobs[:, None] / ctx.temperature
@@ -112,35 +111,104 @@ class _TokenLogprobs(torch.autograd.Function):
             # Slices of the vocabulary, not of the rows: each part of the large gradient is then
             # written once.
             for words in _slices(weight, hidden):
-                logits = ctx.transform.apply(_products(hidden, head[words]))
-                logit_slope = ctx.transform.slope(logits)
-                if ctx.temperature != 1:
-                    logits.div_(ctx.temperature)
-                logp = logits.sub_(logsumexp[:, None])
-                # A target outside of the slice adds zero somewhere inside: to select those inside
-                # would make the host wait for the GPU.
-                inside = (targets >= words.start) & (targets < words.stop)
-                places = (targets - words.start).clamp(0, logp.shape[1] - 1)
-                slope = -grad_logprobs
-                if grad_entropy is not None:
-                    slope = slope.addcmul(logp + entropy[:, None], grad_entropy, value=-1)
-                grad_logits = logp.exp_().mul_(slope)
-                grad_logits.scatter_add_(1, places[:, None], grad_logprobs * inside[:, None])
-                if ctx.transform != LogitTransform():
-                    grad_logits.mul_(logit_slope)
-                grad_logits = grad_logits.to(hidden.dtype)
+                grad_logits = logit_gradients(
+                    hidden @ head[words].T,
+                    targets - words.start,
+                    logsumexp[:, None],
+                    entropy[:, None],
+                    grad_logprobs,
+                    grad_entropy,
+                    ctx.temperature,
+                    ctx.transform,
+                )
                 grad_hidden += grad_logits @ head[words]
                 if grad_weight is not None:
                     grad_weight[words] = grad_logits.T @ hidden
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 
 
-def _products(hidden: Tensor, head: Tensor) -> Tensor:
-    """hidden @ head.T [N, V] in float32 (float64 for float64 inputs)."""
-    return (hidden @ head.T).to(torch.promote_types(hidden.dtype, torch.float32))
+def _statistics(
+    products: Tensor, targets: Tensor, temperature: float, transform: LogitTransform
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target), log-sum-exp and entropy, [N] each, from products [N, V] of hidden states and
+    head, which may be overwritten."""
+    logits = transform.apply(_wide(products))
+    if temperature != 1:
+        logits.div_(temperature)
+    highest = logits.amax(-1)
+    shifted = logits.sub_(highest[:, None])
+    exponentials = shifted.exp()
+    total = exponentials.sum(-1)
+    log_total = total.log()
+    logprobs = shifted.gather(-1, targets[:, None]).squeeze(-1) - log_total
+    entropy = log_total - exponentials.mul_(shifted).sum(-1) / total
+    return logprobs, highest + log_total, entropy
+
+
+def _logit_gradients(
+    products: Tensor,
+    places: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    temperature: float,
+    transform: LogitTransform,
+) -> Tensor:
+    """d loss / d products [N, W], of the dtype of `products`, which may be overwritten.
+
+    places [N]: the target's column, which may lie outside of [0, W). The others are [N, 1];
+    gradients are divided by the temperature.
+    """
+    # With p = softmax(z):  d logp_y / dz = onehot(y) - p,   d H / dz = -p * (log p + H)
+    logits = transform.apply(_wide(products))
+    logit_slope = transform.slope(logits)
+    if temperature != 1:
+        logits.div_(temperature)
+    logp = logits.sub_(logsumexp)
+    slope = -grad_logprobs
+    if grad_entropy is not None:
+        slope = slope.addcmul(logp + entropy, grad_entropy, value=-1)
+    grad_logits = logp.exp_().mul_(slope)
+    num_words = logp.shape[1]
+    if torch.compiler.is_compiling():  # a scatter would be a kernel of its own
+        is_target = places[:, None] == torch.arange(num_words, device=places.device)
+        grad_logits = grad_logits + is_target * grad_logprobs
+    else:
+        # A target outside of the slice adds zero somewhere inside: to select those inside would
+        # make the host wait for the GPU.
+        is_inside = (places >= 0) & (places < num_words)
+        columns = places.clamp(0, num_words - 1)
+        grad_logits.scatter_add_(1, columns[:, None], grad_logprobs * is_inside[:, None])
+    if not transform.is_identity:
+        grad_logits.mul_(logit_slope)
+    return grad_logits.to(products.dtype)
+
+
+def _wide(products: Tensor) -> Tensor:
+    """In float32 (float64 for float64 inputs)."""
+    return products.to(torch.promote_types(products.dtype, torch.float32))
+
+
+def in_one_kernel(function: Callable, device: torch.device) -> Callable:
+    """`function` compiled, where `has_compiler`: of a dozen passes over the logits one is left."""
+    return _compiled(function) if has_compiler(device) else function
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Whether torch.compile makes kernels for a device: GPUs of capability 8.0 or more."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=True)  # the last slice is a smaller one
 
 
 def _slices(rows: Tensor, others: Tensor) -> list[slice]:
     """Slices of `rows` such that rows[slice] @ others.T has at most CHUNK_ELEMENTS."""
-    size = max(1, CHUNK_ELEMENTS[rows.device.type] // max(len(others), 1))
+    elements = CHUNK_ELEMENTS[rows.device.type]
+    if has_compiler(rows.device) and rows.element_size() == 2:
+        elements *= 2  # there are no logits in float32
+    size = max(1, elements // max(len(others), 1))
     return [slice(start, start + size) for start in range(0, len(rows), size)]

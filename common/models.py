@@ -139,6 +139,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
+    activation_memory: float = 1.0,
     trust_remote_code: bool = False,
     from_scratch: bool = False,
     vision: Vision | None = None,
@@ -157,7 +158,8 @@ def load_model(
     backbone of the model, which may also be a reward model. With `lora_flags` the layers of the
     language model get adapters, initialised with `seed`, and everything else is frozen. Weights
     that `wrap` shards are read as shards, never as a whole. `max_model_len` is that of the engine
-    that samples for the model, see `set_text_lengths`. SystemExit for a model that cannot be
+    that samples for the model, see `set_text_lengths`. `activation_memory` is the share of the
+    activations that compiled layers keep for their backward. SystemExit for a model that cannot be
     trained here, and for files that cannot be read or do not match it.
     """
     is_critic = not issubclass(make, Policy)
@@ -211,6 +213,11 @@ def load_model(
     if lora_flags:
         add_adapters(wrapped.model, language_layers, lora_flags, seed)
     if compile_layers:
+        from torch._functorch import config as functorch
+
+        functorch.activation_memory_budget = activation_memory
+        # layers of several kinds, with adapters and without, with gradients and without
+        torch._dynamo.config.recompile_limit = 32
         # not the vision tower: pictures have many sizes, and each would be compiled anew
         for layer in language_layers:
             layer.compile()

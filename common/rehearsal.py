@@ -166,8 +166,9 @@ class Rehearsal:
             raise SystemExit(
                 f"out of memory before the first step: one trajectory of {one_trajectory} tokens "
                 f"does not fit (--micro-batch-tokens {self.packer.budget}); add "
-                "--gradient-checkpointing or --offload optimizer, lower --max-response-tokens "
-                "(sft.py: --max-tokens) or use more GPUs"
+                "--gradient-checkpointing (or, to compiled layers, --activation-memory 0.5) or "
+                "--offload optimizer, lower --max-response-tokens (sft.py: --max-tokens) or use "
+                "more GPUs"
             )
         self.packer.budget = max(budget // 2, one_trajectory)
         remember_budget(self.packer.budget, self.packer.run_dir)

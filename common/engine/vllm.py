@@ -32,6 +32,7 @@ from common.files import memory_advice
 from common.hub import require_weights
 from common.pictures import Media
 from common.printing import printable
+from common.processes import cpus_of_rank
 from common.rotary import check_lengths
 from common.types import Completion, Request
 from common.vision import is_composite, placeholder_ids, skeleton
@@ -76,6 +77,14 @@ def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     # vLLM configures its logger too late for the messages of its import
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+
+
+def give_back_compiler_threads() -> None:
+    """vLLM leaves torch's compiler one thread in this process, where the trainer compiles its
+    layers; give it as many as this rank has CPUs."""
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = cpus_of_rank()
 
 
 def register_model(model: nn.Module, path: str) -> None:
@@ -266,6 +275,8 @@ class VllmEngine(Engine):
         # shared memory again (see prepare_cpu_platform), and of no use if each rank has a scheduler
         get_tp_group().mq_broadcaster = None
         _alive.append(self.llm)
+        if on_gpu:
+            give_back_compiler_threads()
         self.dtype = config.dtype
         self.weight_names = "checkpoint"
         self.vision = config.vision

@@ -72,12 +72,16 @@ def activation_bytes(
     item = dtype.itemsize
     last_norm = (4 + item) * shape.hidden
     tower = shape.tower
+    layer_input = item * shape.hidden
     if machine.gradient_checkpointing:
-        kept = item * shape.layers * shape.hidden
+        kept = shape.layers * layer_input
         if tower:
             kept += PATCHES * item * tower.layers * tower.hidden
     else:
-        kept = shape.layers * layer_bytes(shape, rollout, machine, dtype)
+        layer = layer_bytes(shape, rollout, machine, dtype)
+        if machine.compile:
+            layer = layer_input + machine.activation_memory * (layer - layer_input)
+        kept = shape.layers * layer
         if tower:
             kept += tower.layers * tower_layer_bytes(tower, dtype)
     return last_norm + kept
@@ -87,8 +91,8 @@ def recomputed_bytes(
     shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype
 ) -> float:
     """Bytes of a token in the layer whose activations are computed again, with
-    --gradient-checkpointing."""
-    if not machine.gradient_checkpointing:
+    --gradient-checkpointing or --activation-memory."""
+    if not machine.gradient_checkpointing and machine.activation_memory == 1:
         return 0
     layer = layer_bytes(shape, rollout, machine, dtype)
     if shape.tower:
@@ -268,6 +272,14 @@ def phases_of(
     return {name: number / 1e9 for name, number in terms.items()}
 
 
+def keeps_gathered(machine: Machine, ranks: int, on_gpu: bool) -> bool:
+    """Whether all weights of a trained model stay gathered between micro-batches: on a rank alone,
+    unless flags say that a GPU's memory is short."""
+    if on_gpu and (machine.gradient_checkpointing or machine.lora_rank or machine.offload):
+        return False
+    return ranks == 1
+
+
 def update_moments(
     shape: ModelShape,
     rollout: Rollout,
@@ -289,8 +301,7 @@ def update_moments(
     tokens = max(machine.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS, longest(rollout))
     activations = tokens * activation_bytes(shape, rollout, machine, dtype)
     recomputed = tokens * recomputed_bytes(shape, rollout, machine, dtype)
-    # one rank on a CPU keeps all weights gathered between micro-batches
-    keeps_all = ranks == 1 and not on_gpu
+    keeps_all = keeps_gathered(machine, ranks, on_gpu)
     gathered = item * (shape.parameters if keeps_all else shape.root)
     if lora:
         root_gradients = 0

@@ -86,10 +86,12 @@ def halve_budget(
     """
     memory = exhausted_memory(error)
     if budget < 256:
-        remedy = "use more GPUs" if memory == "GPU memory" else "give the machine more memory"
+        remedy = "or give the machine more memory"
+        if memory == "GPU memory":
+            remedy = "(or, to compiled layers, --activation-memory 0.5) or use more GPUs"
         raise SystemExit(
             f"out of {memory} in the trainer with {budget} tokens: add "
-            f"--gradient-checkpointing or {remedy}; then the same command goes on"
+            f"--gradient-checkpointing {remedy}; then the same command goes on"
         )
     budget //= 2
     remember_budget(budget, run_dir)

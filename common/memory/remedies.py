@@ -97,15 +97,20 @@ def remedies(
     engine_shares: possible values of --engine-parallel.
     """
     no_change = Remedy()
+    compilable = on_gpu and machine.attention in ("flex", "flash")
+    if compilable and not machine.compile:
+        yield [no_change, Remedy("--compile", cost=0.01, machine={"compile": True})]
     if not machine.gradient_checkpointing:
-        checkpointing = Remedy(
-            "--gradient-checkpointing", cost=0.3, machine={"gradient_checkpointing": True}
-        )
-        yield [no_change, checkpointing]
+        recomputations = [no_change]
+        for share, cost in ((0.7, 0.02), (0.5, 0.05), (0.3, 0.15)):
+            if compilable and share < machine.activation_memory:
+                words = f"--activation-memory {share}"
+                recomputations.append(Remedy(words, cost, machine={"activation_memory": share}))
+        checkpointing = {"gradient_checkpointing": True, "activation_memory": 1.0}
+        recomputations.append(Remedy("--gradient-checkpointing", cost=0.3, machine=checkpointing))
+        yield recomputations
     if not on_gpu:
         return
-    if machine.attention in ("flex", "flash") and not machine.compile:
-        yield [no_change, Remedy("--compile", cost=0.01, machine={"compile": True})]
     if rollout.sleep_level == 0:
         yield [no_change, Remedy("--sleep-level 1", cost=0.1, rollout={"sleep_level": 1})]
     offloaded = set(machine.offload.split(",")) - {""}

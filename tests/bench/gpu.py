@@ -373,7 +373,7 @@ def measure_step(name: str, args: Args, compiled: bool) -> dict[str, float]:
         tokens = args.micro_batch_tokens // 2 if name in LARGE else args.micro_batch_tokens
         command += ["--micro-batch-tokens", tokens, "--dtype", "bf16", "--max-logprob-gap", 1.0]
         command += ["--gradient-checkpointing"] if name in LARGE else []
-        command += ["--compile"] if compiled else []
+        command += ["--compile" if compiled else "--no-compile"]
         command += args.flags.split()
         steps = first_steps(list(map(str, command)), folder)[1:]
     names = {

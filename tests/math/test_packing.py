@@ -367,12 +367,16 @@ class Casts(TorchDispatchMode):
         return result
 
 
-def test_on_one_cpu_rank_weights_are_cast_once_a_step(case, tiny_config):
-    """Each step anew, since they have changed. Gradients add up, without those of an abandoned
-    attempt."""
+@pytest.mark.parametrize("stays_gathered", [True, False])
+def test_on_one_rank_weights_are_cast_once_a_step(case, tiny_config, stays_gathered):
+    """Each step anew, since they have changed; once a micro-batch if memory is short. Gradients add
+    up, without those of an abandoned attempt."""
     torch.manual_seed(0)
     policy = wrap_model(
-        random_policy(tiny_config, torch.float32), make_mesh(case.world, "fsdp"), torch.bfloat16
+        random_policy(tiny_config, torch.float32),
+        make_mesh(case.world, "fsdp"),
+        torch.bfloat16,
+        stays_gathered=stays_gathered,
     )
     weights = policy.model.get_input_embeddings().weight
     batches = case.minibatches[0].micro_batches
@@ -393,7 +397,7 @@ def test_on_one_cpu_rank_weights_are_cast_once_a_step(case, tiny_config):
                 with forward_context(policy, last=i == len(batches) - 1):
                     policy(batch)[0].sum().backward()
         assert len(batches) > 1
-        assert casts.count == 1
+        assert casts.count == (1 if stays_gathered else len(batches))
         gradient = weights.grad.full_tensor()
         torch.testing.assert_close(gradient, sum(gradient_of_each), rtol=1e-5, atol=1e-6)
         policy.zero_grad()

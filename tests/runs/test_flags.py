@@ -50,6 +50,7 @@ OTHERS = ["temperature", "eval_top_p", "max_logprob_gap", "keep_checkpoints"]
 TAUGHT = ["jsd_beta", "teacher_temperature"]
 POSITIVE = [*LENGTHS, *PICTURES, *BATCHES, *PASSES, *PROCESSES, *MACHINES, *OTHERS, *TAUGHT]
 SHARES = ["gamma", "gae_lambda", "lr_floor", "eval_top_p", "data_share"]
+SHARES += ["activation_memory"]
 ANY_SIGN = ["entropy_coef", "reward_model_weight"]
 TEMPERATURES = ["temperature", "eval_temperature"]  # vLLM takes none above 2
 NUMBERS = [
@@ -227,6 +228,14 @@ def test_a_flag_of_a_group_has_no_prefix_and_leaves_the_others_as_they_are(scrip
     )
     changed = {"model": "x", "micro_batch_tokens": 77, "max_rows": 3}
     assert flat(args) == flat(script.Args()) | changed
+
+
+@pytest.mark.parametrize(
+    "typed, compiles", [([], None), (["--compile"], True), (["--no-compile"], False)]
+)
+def test_whether_layers_are_compiled_depends_unless_it_is_said(typed, compiles, monkeypatch):
+    args, _ = called(monkeypatch, grpo, *typed)
+    assert args.machine.compile is compiles
 
 
 @pytest.mark.parametrize(

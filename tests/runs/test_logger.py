@@ -553,6 +553,7 @@ def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, worl
         checkpoint=None,
         compute_dtype=torch.float32,
         attention="sdpa",
+        compile=False,
         micro_batch_tokens=64,
         engine_memory=0.0,
     )
@@ -562,6 +563,7 @@ def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, worl
     assert config["args"]["model"] == "org/model@main/checkpoint-1"
     assert config["chosen"].get("model_commit", "") == commit
     assert config["chosen"]["micro_batch_tokens"] == 64
+    assert config["chosen"]["compile"] is False
 
 
 def test_config(tmp_path):
