@@ -482,7 +482,8 @@ def main(args: Args, demo: bool = False) -> None:
     job.plan_memory(
         args.rollout,
         trained=[job.path],
-        frozen=[teacher_path] if training else [],
+        frozen=[],
+        teacher=teacher_path if training else None,
         replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
     )
     engine = open_engine(job, args.rollout)

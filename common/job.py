@@ -169,14 +169,15 @@ class Job:
         reward_model: str | None = None,
         replayed_tokens: int | None = None,
         most_tokens: int = MAX_MICRO_BATCH_TOKENS,
+        teacher: str | None = None,
     ) -> None:
         """Print what a step will need; settle `micro_batch_tokens`, `engine_memory` and
         `memory_plan`.
 
-        trained, frozen, reward_model: folders of the models that share the memory, the policy
-        first. replayed_tokens: micro-batch tokens of the update that --replay repeats. most_tokens:
-        upper limit of `micro_batch_tokens` if the plan chooses them. SystemExit if a CPU's memory
-        is too small to begin.
+        trained, frozen, reward_model, teacher: folders of the models that share the memory, the
+        policy first. replayed_tokens: micro-batch tokens of the update that --replay repeats.
+        most_tokens: upper limit of `micro_batch_tokens` if the plan chooses them. SystemExit if a
+        CPU's memory is too small to begin.
         """
         if replayed_tokens and self.machine.micro_batch_tokens is None:
             self.micro_batch_tokens = replayed_tokens
@@ -194,6 +195,8 @@ class Job:
             frozen,
             reward_model=reward_model,
             most_tokens=most_tokens,
+            # with LoRA the policy's base may be its teacher
+            teacher=None if self.machine.lora_rank and teacher == self.path else teacher,
         )
         say(plan.text)
         if plan.refusal:

@@ -202,6 +202,7 @@ def phases_of(
     frozen: list[ModelShape],
     on_gpu: bool,
     reward_parameters: int = 0,
+    teacher: ModelShape | None = None,
 ) -> dict[str, float]:
     """Estimated gigabytes of a rank: named terms, and their sums in the phases "rollout", "scoring"
     and "update".
@@ -210,7 +211,8 @@ def phases_of(
     activations are in memory, the "reduction" of the root's gradients, or the "step" of the
     optimizer. No phase includes the "context" of CUDA and what the allocator keeps.
 
-    trained: the policy, then critics. frozen: references.
+    trained: the policy, then critics. frozen: references. teacher: of a distillation, unless it is
+    the base of LoRA; it computes within the update, and its head is kept beside the policy's.
     """
     if machine.attention == "auto":
         attention = "flex" if on_gpu and dtype != torch.float16 else "sdpa"
@@ -226,7 +228,9 @@ def phases_of(
     trainer = trainer_bytes(models, frozen, rollout, machine, shards, dtype)
     nccl = 1e9 * NCCL if on_gpu and ranks > 1 else 0.0
     adam_at_rest = 0.0 if "optimizer" in machine.offload else trainer.adam
-    resident = trainer.weights + nccl + adam_at_rest
+    teacher_weights = dtype.itemsize * teacher.parameters / shards if teacher else 0.0
+    teacher_at_rest = 0.0 if "reference" in machine.offload else teacher_weights
+    resident = trainer.weights + teacher_at_rest + nccl + adam_at_rest
     beside_engine = resident - trainer.base  # until the engine sleeps
     engine = engine_bytes(policy, rollout, dtype, on_gpu)
     sampling = 0.0
@@ -249,6 +253,10 @@ def phases_of(
         for shape, count in zip(models, trainer.learned):
             moments = update_moments(shape, rollout, machine, ranks, shards, dtype, on_gpu)
             at_rest = resident + 4 * count + engine.after_rollout
+            if teacher:
+                rows = teacher.vocabulary + micro_batch_size(rollout, machine)
+                at_rest += teacher_weights - teacher_at_rest
+                at_rest += dtype.itemsize * rows * teacher.hidden  # its head and hidden states
             moments["gradients"] = 4 * count
             moments["backward"] += at_rest
             moments["reduction"] += at_rest
@@ -258,8 +266,8 @@ def phases_of(
     update = max(terms["backward"], terms["reduction"], terms["step"])
     if not on_gpu:
         update += MALLOC_PIECES * (update - engine.after_rollout)
-    terms["weights"] = trainer.weights
-    terms["reference"] = trainer.reference
+    terms["weights"] = trainer.weights + teacher_at_rest
+    terms["reference"] = trainer.reference + teacher_at_rest
     terms["Adam"] = trainer.adam
     terms["engine"] = engine.weights
     terms["KV cache"] = engine.cache
@@ -280,6 +288,11 @@ def keeps_gathered(machine: Machine, ranks: int, on_gpu: bool) -> bool:
     return ranks == 1
 
 
+def micro_batch_size(rollout: Rollout, machine: Machine) -> int:
+    """Tokens of the largest micro-batch."""
+    return max(machine.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS, longest(rollout))
+
+
 def update_moments(
     shape: ModelShape,
     rollout: Rollout,
@@ -298,7 +311,7 @@ def update_moments(
     """
     lora = machine.lora_rank > 0
     item = dtype.itemsize
-    tokens = max(machine.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS, longest(rollout))
+    tokens = micro_batch_size(rollout, machine)
     activations = tokens * activation_bytes(shape, rollout, machine, dtype)
     recomputed = tokens * recomputed_bytes(shape, rollout, machine, dtype)
     keeps_all = keeps_gathered(machine, ranks, on_gpu)

@@ -69,6 +69,7 @@ def memory_plan(
     frozen: list[str],
     reward_model: str | None = None,
     most_tokens: int = MAX_MICRO_BATCH_TOKENS,
+    teacher: str | None = None,
 ) -> MemoryPlan:
     """What each phase needs, in words; sizes that no flag gives; and the cheapest change of flags
     if something may not fit. All ranks call it together.
@@ -77,8 +78,8 @@ def memory_plan(
     the tightest rank: the KV cache with the rollout (if the engine sleeps on a GPU), a micro-batch
     of at most `most_tokens` with the update. A plan that chooses the micro-batch on CPUs has a
     `refusal` if a phase still does not fit: the kernel would kill the run without a message.
-    trained, frozen, reward_model: folders. SystemExit if the KV cache does not fit beside the
-    engine's weights.
+    trained, frozen, reward_model, teacher: folders. SystemExit if the KV cache does not fit beside
+    the engine's weights.
     """
     on_gpu = world.device.type == "cuda"
     free_gb = free_memory_gb(world)
@@ -93,6 +94,7 @@ def memory_plan(
         dtype,
         models=[shapes[path] for path in trained],
         references=[shapes[path] for path in frozen],
+        teacher=model_shape(teacher, machine) if teacher else None,
         reward_parameters=classifier_parameters(reward_model) if reward_model else 0,
     )
 
@@ -144,6 +146,7 @@ class _PlannedRun:
     models: list[ModelShape]  # trained ones, the policy first
     references: list[ModelShape]
     reward_parameters: int
+    teacher: ModelShape | None = None
 
     def phases(self, rollout: Rollout, machine: Machine, ranks: int) -> dict[str, float]:
         """`phases_of` with these flags in place of the run's."""
@@ -156,6 +159,7 @@ class _PlannedRun:
             self.references,
             self.on_gpu,
             self.reward_parameters,
+            self.teacher,
         )
 
     @property

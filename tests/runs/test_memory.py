@@ -786,6 +786,22 @@ def test_with_lora_the_base_has_no_gradients():
     assert gb["activations"] == whole["activations"], "those of frozen layers are kept, too"
 
 
+@pytest.mark.parametrize("offload", ["", "reference"])
+def test_a_teacher_counts_with_its_head_and_hidden_states(offload):
+    """Of another size than the student; on the host while the engine samples, if asked for."""
+    student, teacher = SHAPES["0.5B"], SHAPES["7B"]
+    machine = Machine(micro_batch_tokens=4096, offload=offload)
+    options = {"trained": [student], "frozen": [], **ON_A_CARD}
+    alone = phases_of(Rollout(), machine, 4, **options)
+    taught = phases_of(Rollout(), machine, 4, teacher=teacher, **options)
+    weights = 2 * teacher.parameters / 4 / 1e9
+    kept = 2 * (teacher.vocabulary + 4096) * teacher.hidden / 1e9
+    at_rest = 0 if offload else weights
+    assert taught["rollout"] - alone["rollout"] == pytest.approx(at_rest)
+    assert taught["reference"] == pytest.approx(at_rest)
+    assert taught["update"] - alone["update"] == pytest.approx(weights + kept)
+
+
 def test_a_critic_has_no_head():
     """Its weights, gradients and moments; the activations are of one model at a time."""
     backbone = SHAPES["7B"].parameters - SHAPES["7B"].head
