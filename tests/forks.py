@@ -21,7 +21,7 @@ FOLDER = ROOT / "docs" / "forks"
 GRPO = {"temperature": 0.9, "clip_high": 0.3, "entropy_coef": 0.1, "max_response_tokens": 20}
 FLAGS = {
     "adaptive-kl": GRPO | {"kl_target": 0.1, "gae_lambda": 0.9},
-    "distill-reward": {"temperature": 0.9, "clip_high": 0.3, "reward_coef": 0.5},
+    "distill-reward": {"temperature": 0.9, "estimator": "sampled", "reward_coef": 0.5},
     "dppo": GRPO | {"objective": "dppo", "max_shift": 0.002},
     "drpo": GRPO | {"objective": "drpo", "trust_radius": 0.01},
     "gdpo": GRPO | {"separate_rewards": "score,brevity"},
