@@ -178,6 +178,16 @@ def all_flags() -> set[str]:
     return set().union(*(flags_of(program) for program in programs), *THEIRS.values())
 
 
+@cache
+def flags_of_forks(page: str) -> set[str]:
+    """Flags that the patches of docs/forks add to scripts; on their own page they exist."""
+    if page != "docs/forks.md":
+        return set()
+    patches = "".join(path.read_text() for path in sorted(ROOT.glob("docs/forks/*.patch")))
+    names = re.findall(r"^\+    (\w+): \w.* = ", patches, flags=re.MULTILINE)
+    return {name.replace("_", "-") for name in names}
+
+
 # --- commands -------------------------------------------------------------------------------------
 
 
@@ -264,7 +274,7 @@ def test_flags_in_running_text_exist(page):
     problems = []
     for code in inline_code(page):
         script = code.partition(" ")[0]
-        known = flags_of(script) if script in SCRIPTS else all_flags()
+        known = flags_of(script) if script in SCRIPTS else all_flags() | flags_of_forks(page)
         for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", code):
             if flag not in known and flag.removeprefix("no-") not in known:
                 problems.append(f"`{code}`: --{flag}")

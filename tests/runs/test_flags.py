@@ -533,7 +533,7 @@ def test_a_flag_or_value_that_is_wrong_is_an_error_that_names_the_nearest_and_wh
         (["--optim=adamw"], "--optim: AdamW with betas"),
         (["--kl-in", "loss"], "--kl-in: here --kl-loss-coef, --kl-reward-coef ("),
         (["--no-whiten"], "--whiten: advantages are always whitened;"),
-        (["--critic_lambda=1"], "--critic-lambda: the second lambda is removed"),
+        (["--critic_lambda=1"], "--critic-lambda: the critic's targets are the plain returns"),
         (["--save-every-epoch"], "--save-every-epoch: here --save-every epoch ("),
     ],
 )

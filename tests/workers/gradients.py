@@ -7,9 +7,13 @@ one-episode-at-a-time gradient}.
 
 import argparse
 import json
+import sys
+from dataclasses import fields
+from pathlib import Path
 
 import torch
 from episodes import random_episodes
+from forks import FLAGS, fork_advantages, fork_args, load_fork
 from helpers import make_args, random_policy, relative_l2
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -63,9 +67,11 @@ LAYOUTS = {
 def gradient(
     models, world, episodes, variant: str, backwards: bool = False, **pack_options
 ) -> list[torch.Tensor]:
-    """By the scripts' own `backward` and `critic_backward`: local episodes, global counts, factor
-    world.size."""
+    """By the scripts' own `backward` and `critic_backward`, or those of a fork: local episodes,
+    global counts, factor world.size."""
     args, model = VARIANTS[variant], models["critic" if variant == "critic" else "policy"]
+    script = sys.modules[type(args).__module__]
+    kind = Path(script.__file__).stem  # the script that it is, or is a fork of
     dtype = next(model.parameters()).dtype
     index = TokenIndex(episodes)
     scores = torch.tensor([e.score for e in episodes], dtype=torch.float64)
@@ -74,22 +80,26 @@ def gradient(
     )
     lengths = index.lengths[index.episode_of_token].to(dtype)
     common = (index.episode_of_token, lengths, rollout, rollout.clone(), rollout.clone())
-    if isinstance(args, distill.Args):
+    if kind == "distill":
         is_sampled = torch.ones(len(index), dtype=torch.bool)
-        tokens = distill.Tokens(is_sampled, *(rollout.clone() for _ in range(4)))
-    elif isinstance(args, grpo.Args):
-        groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)
-        advantages = grpo.group_advantages(scores, groups, args.advantage)[index.episode_of_token]
-        tokens = grpo.Tokens(*common, advantages.to(dtype))
+        num_columns = len(fields(script.Tokens)) - 1
+        tokens = script.Tokens(is_sampled, *(rollout.clone() for _ in range(num_columns)))
+        if hasattr(tokens, "advantages"):  # of a fork
+            advantages = script.score_advantages(episodes)
+            tokens.advantages = advantages[index.episode_of_token].to(dtype)
+    elif kind == "ppo":
+        rewards, values = script.token_rewards(scores, index), rollout.double().sin()
+        returns, advantages = script.returns_and_advantages(rewards, values, index, args)
+        tokens = script.Tokens(*common, *(x.to(dtype) for x in (advantages, values, returns)))
     else:
-        rewards, values = ppo.token_rewards(scores, index), rollout.double().sin()
-        returns, advantages = ppo.returns_and_advantages(rewards, values, index, args)
-        tokens = ppo.Tokens(*common, *(x.to(dtype) for x in (advantages, values, returns)))
+        advantages = fork_advantages(script, args, episodes, index)
+        num_columns = len(fields(script.Tokens)) - 1  # curiosity_rl.py has no reference
+        tokens = script.Tokens(*common[:num_columns], advantages.to(dtype))
     batches = pack(episodes, range(len(episodes))[:: -1 if backwards else 1], index, **pack_options)
     counts = all_reduce([len(index), (index.lengths > 0).sum()])
     minibatch = Minibatch([], *counts, batches, teacher_batches=batches)
     if variant == "critic":
-        ppo.critic_backward(model, minibatch, tokens, args, world)
+        script.critic_backward(model, minibatch, tokens, args, world)
         return gradients_of(model)
     # old log-probs near the current ones, so that some ratios are clipped and most are not
     with torch.no_grad():
@@ -98,17 +108,16 @@ def gradient(
                 near = model(batch, args.rollout.temperature)[0]
             tokens.old_logprobs[batch.tokens] = near + 0.3 * torch.sin(10 * rollout[batch.tokens])
             far = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
-            if isinstance(args, distill.Args):
+            if kind == "distill":
                 tokens.teacher_logprobs[batch.tokens] = far
-            else:
+            elif kind != "curiosity_rl":
                 tokens.ref_logprobs[batch.tokens] = far
-    if isinstance(args, distill.Args):
+    if kind == "distill":
         pair = torch.nn.ModuleList([model, models["teacher"]])
-        distill.backward(
+        script.backward(
             pair, minibatch, tokens, args, world, first_epoch=True, store_old_logprobs=False
         )
         return gradients_of(model)
-    script = grpo if isinstance(args, grpo.Args) else ppo
     script.backward(model, minibatch, tokens, args, world, store_old_logprobs=False)
     return gradients_of(model)
 
@@ -154,6 +163,11 @@ def in_pairs(strategy: str | int, owner: str, cut: bool, layout: str, variant: s
 
 def main(args: argparse.Namespace) -> None:
     world = init_world()
+    if args.forks:
+        VARIANTS.clear()
+        for name in FLAGS:
+            VARIANTS[name] = fork_args(name, load_fork(name, Path(args.forks)))
+        args.variants = [*VARIANTS]
     dtype = getattr(torch, args.dtype)
     config = Qwen2Config(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -197,6 +211,9 @@ def main(args: argparse.Namespace) -> None:
                             f"gradient_checkpointing_{'enable' if checkpointing else 'disable'}",
                         )()
                     for variant in args.variants:
+                        first = ("ddp", "even", args.budgets[0], "shared")
+                        if args.one and (strategy, name, budget, layout) != first:
+                            continue
                         if args.pairs and not in_pairs(
                             strategy, name, budget == args.budgets[0], layout, variant
                         ):
@@ -219,6 +236,8 @@ if __name__ == "__main__":
     parser.add_argument("--single", action="store_true")
     parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--variants", nargs="+", default=[*VARIANTS])
+    parser.add_argument("--forks")  # folder of patched scripts: their variants, and no others
+    parser.add_argument("--one", action="store_true")  # of all combinations only the first
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--shard-sizes", type=int, nargs="+", default=[0])  # of FSDP2; 0: all ranks
     run(main, parser.parse_args())
