@@ -429,9 +429,6 @@ def check_args(args: Args) -> None:
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
-    is_base = args.machine.lora_rank > 0 and args.teacher in (None, args.run.model)
-    if is_base and "reference" in args.machine.offload:
-        raise SystemExit("--offload reference has no effect: with LoRA the teacher is the base")
 
 
 def main(args: Args, demo: bool = False) -> None:
@@ -446,6 +443,7 @@ def main(args: Args, demo: bool = False) -> None:
         demo,
         record=training,
         max_model_len=args.rollout.max_model_len,
+        has_teacher=args.teacher not in (None, args.run.model),
     )
     world, device = job.world, job.world.device
     check_rollout(job, args.rollout)

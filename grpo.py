@@ -54,7 +54,6 @@ from common.flags import (
     Share,
     check_shared,
     parse,
-    refuse_idle_reference,
 )
 from common.job import Job
 from common.logger import open_logger
@@ -657,7 +656,10 @@ def check_args(args: Args) -> None:
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
-    refuse_idle_reference(args.machine, has_kl(args), "a --kl-reward-coef or --kl-loss-coef")
+    if "reference" in args.machine.offload and not has_kl(args):
+        raise SystemExit(
+            "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef"
+        )
 
 
 def main(args: Args, demo: bool = False) -> None:

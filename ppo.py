@@ -58,7 +58,6 @@ from common.flags import (
     Share,
     check_shared,
     parse,
-    refuse_idle_reference,
 )
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
@@ -579,7 +578,10 @@ def check_args(args: Args) -> None:
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
-    refuse_idle_reference(args.machine, has_kl(args), "a --kl-reward-coef or --kl-loss-coef")
+    if "reference" in args.machine.offload and not has_kl(args):
+        raise SystemExit(
+            "--offload reference has no effect: needs a --kl-reward-coef or --kl-loss-coef"
+        )
 
 
 def check_critic_warmup(args: Args, total_steps: int | None) -> None:

@@ -396,17 +396,6 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
     refuse_idle(rollout, uses)
 
 
-def refuse_idle_reference(machine: Machine, has_reference: bool, needs: str) -> None:
-    """SystemExit for --offload reference without a reference beside the policy. needs: what would
-    give it one."""
-    if "reference" not in machine.offload:
-        return
-    if not has_reference:
-        raise SystemExit(f"--offload reference has no effect: needs {needs}")
-    if machine.lora_rank:
-        raise SystemExit("--offload reference has no effect: with LoRA it is the base")
-
-
 def check_engine_parallel(rollout: Rollout) -> None:
     size = rollout.engine_parallel
     if size > 1 and not rollout.uses_vllm:

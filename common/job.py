@@ -85,12 +85,13 @@ class Job:
         demo: bool,
         record: bool = True,
         max_model_len: int | None = None,
+        has_teacher: bool = False,
     ):
         """Join the process group; find the model, its tokenizer, and the checkpoint to go on from.
 
         record: whether the run writes into its folder, and therefore locks it. max_model_len:
-        longest prompt with its response (tokens), if an engine samples. SystemExit for what the
-        user can put right.
+        longest prompt with its response (tokens), if an engine samples. has_teacher: whether a
+        frozen model with other weights takes part. SystemExit for what the user can put right.
         """
         self.machine = machine
         self.run = run
@@ -101,7 +102,7 @@ class Job:
         default_folder = default_output_dir(script, run.model)  # all ranks call it
         self.output_dir = run.output_dir or default_folder
 
-        check_machine(machine, self.world)
+        check_machine(machine, self.world, has_teacher)
         with user_errors():
             check_device(self.world.device)
             self.compute_dtype, dtype_reason = choose_dtype(machine.dtype, self.world.device)
@@ -348,7 +349,8 @@ def check_run(run: Run) -> None:
     step_range(run.profile_steps)
 
 
-def check_machine(machine: Machine, world: World) -> None:
+def check_machine(machine: Machine, world: World, has_teacher: bool) -> None:
+    """has_teacher: whether a frozen model with other weights takes part."""
     shard_size = machine.shard_size or 1
     if world.size % shard_size > 0:
         raise SystemExit(f"--shard-size {shard_size}: {world.size} ranks are no multiple of it")
@@ -357,6 +359,8 @@ def check_machine(machine: Machine, world: World) -> None:
         "offload": (world.device.type == "cuda", "a GPU"),
     }
     refuse_idle(machine, uses)
+    if machine.lora_rank and "reference" in machine.offload and not has_teacher:
+        raise SystemExit("--offload reference has no effect: with LoRA it is the base")
     if "base" in machine.offload and not machine.lora_rank:
         raise SystemExit("--offload base has no effect: needs --lora-rank, which freezes a base")
 
