@@ -105,8 +105,6 @@ def ends_in_half_a_line(path: Path) -> bool:
 COLUMNS = {
     "reward/mean": ("reward", 6, ".3f"),
     "reward/accuracy": ("acc", 5, ".3f"),
-    "distill/divergence": ("div", 6, ".4f"),
-    "distill/agreement": ("agree", 5, ".3f"),
     "policy/loss": ("loss", 7, ".4f"),
     "policy/entropy": ("ent", 5, ".3f"),
     "policy/kl_to_ref": ("kl", 6, ".4f"),
@@ -120,6 +118,11 @@ COLUMNS = {
     "eval/accuracy": ("eval", 5, ".3f"),
     "eval/loss": ("eval loss", 6, ".4f"),
 }
+
+
+# those of distill.py besides
+DISTILLATION_COLUMNS = {"distill/divergence": ("div", 6, ".4f")}
+ALL_COLUMNS = COLUMNS | DISTILLATION_COLUMNS
 
 
 # columns that RL leaves out, to make room: its loss says nothing about progress
@@ -149,7 +152,7 @@ class StatusLine:
             if name not in self.columns:
                 self.columns.append(name)
         for name in self._order():
-            label, width, _ = COLUMNS[name]
+            label, width, _ = ALL_COLUMNS[name]
             text += f"  {cells.get(name, ''):{len(label) + 1 + width}}"
         return text.rstrip()
 
@@ -165,7 +168,7 @@ def cells_of(metrics: dict[str, float]) -> dict[str, str]:
     """{metric: its cell}. If there was no update, the reason stands in place of the gradient
     norm."""
     cells = {}
-    for name, (label, width, spec) in COLUMNS.items():
+    for name, (label, width, spec) in ALL_COLUMNS.items():
         if name in metrics:
             cells[name] = f"{label} {fitted(metrics[name], width, spec)}"
     num_skipped = metrics.get("optim/skipped_steps")

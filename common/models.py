@@ -359,5 +359,5 @@ def sync_engine(engine: Engine, policy: nn.Module, step: int) -> None:
 def sleep_engine(engine: Engine, policy: nn.Module) -> None:
     """Let the engine sleep, and the policy compute."""
     engine.sleep()
-    for base in policy.host_bases:
+    for base in getattr(policy, "host_bases", []):  # a model of another class has none
         base.to_device()

@@ -144,7 +144,6 @@ def open_teacher_prompts(
             num_embeddings=job.num_embeddings,
             needs_truth=False,
             prompt_column=column,
-            max_prompt_tokens=rollout.max_model_len,
         )
         train_data.keep(prompts.usable)
     return prompts

@@ -148,7 +148,7 @@ def prompts_of(files, **options):
     from common.tools.environments import is_class
 
     own = {"tokenizer", "flag", "max_rows", "vision", "tools", "world", "num_embeddings"}
-    own |= {"has_environment_class", "needs_truth", "prompt_column", "max_prompt_tokens"}
+    own |= {"has_environment_class", "needs_truth", "prompt_column"}
     groups = [Data(), Rollout()]
     for name in options.keys() - own:
         (group,) = [group for group in groups if name in vars(group)]

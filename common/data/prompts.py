@@ -66,7 +66,8 @@ class PromptData:
     max_rows: of the concatenated files, before any is dropped. has_environment_class: --environment
     is a class, not a function; then, and with --eval-only, a row needs no truth. world: all ranks
     call this, and the first rank of each machine scans for the others. prompt_column: takes the
-    place of "prompt", for prompts of up to `max_prompt_tokens`; EXTRA.NAME is in an object.
+    place of "prompt", for prompts of up to --max-prompt-tokens and --max-response-tokens together;
+    EXTRA.NAME is in an object.
     """
 
     def __init__(
@@ -85,15 +86,15 @@ class PromptData:
         has_environment_class: bool = False,
         needs_truth: bool = True,
         prompt_column: str = "prompt",
-        max_prompt_tokens: int | None = None,
     ):
         self.tokenizer = tokenizer
         self.vision = vision
         self.tools = tools or {}
         self.prompt_column = prompt_column
-        self.max_prompt_tokens = max_prompt_tokens or rollout.max_prompt_tokens
+        self.max_prompt_tokens = rollout.max_prompt_tokens
         self.longest = "--max-prompt-tokens"
-        if max_prompt_tokens:
+        if prompt_column != "prompt":  # it may have a solution in it
+            self.max_prompt_tokens = rollout.max_model_len
             self.longest += " and --max-response-tokens together,"
         self.max_images = rollout.max_images
         self.media_root = data.media_root

@@ -264,7 +264,8 @@ def hints_of(file, column: str = "extra_info.hint", **options):
             flag=f"--teacher-prompt-column {column}",
             prompt_column=column,
             needs_truth=False,
-            max_prompt_tokens=64,
+            max_prompt_tokens=32,
+            max_response_tokens=32,
             **options,
         )
 

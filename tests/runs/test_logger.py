@@ -376,6 +376,10 @@ def test_the_line_of_a_long_run_has_150_columns():
         metrics = dict.fromkeys(ONE_STEP, value) | {"eval/accuracy": 0.5, "time/step_s": 100_000.0}
         assert len(status.line(9998, metrics)) <= 150
     assert len(status.line(9998, ONE_STEP | {"eval/accuracy": 0.5})) <= 150
+    taught = {name: x for name, x in ONE_STEP.items() if name != "policy/kl_to_ref"}
+    taught |= {"distill/divergence": 0.0123, "eval/accuracy": 0.5}
+    line = StatusLine(9999).line(9998, taught)
+    assert "  div 0.0123" in line and len(line) <= 150
 
 
 def test_supervised_training_shows_its_loss_and_rate():
