@@ -101,6 +101,7 @@ from common.teacher import (
     Predictor,
     Responses,
     behind_teacher_prompts,
+    check_replayed_prompts,
     check_same_shapes,
     evaluate_teacher,
     find_teacher,
@@ -549,6 +550,7 @@ def main(args: Args, demo: bool = False) -> None:
         seed_step(args.run.seed, step, world.rank)
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
+            check_replayed_prompts(episodes, args.rollout.replay, args.teacher_prompt_column)
         else:
             with watch("sync"):
                 sync_engine(engine, policy, step)

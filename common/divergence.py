@@ -36,7 +36,9 @@ class Prediction:
 
     def slope(self, scaled_logits: Tensor) -> Tensor | float:
         """d (logits / temperature) / d (hidden @ weight.T)."""
-        logits = scaled_logits * self.temperature
+        logits = scaled_logits
+        if self.transform.softcap is not None:  # else it is a number, whatever the logits
+            logits = scaled_logits * self.temperature
         return self.transform.slope(logits) / self.temperature
 
 

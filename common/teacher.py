@@ -3,6 +3,7 @@ its own, and responses of the data set."""
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +45,10 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
     label = f"--teacher {path}"
     trusts = job.machine.trust_remote_code
     model = skeleton(path, trusts, "--teacher")
-    job.attention = exact_attention(model, job.attention, job.machine)
+    attention = exact_attention(model, job.attention, job.machine)
+    if attention != job.attention:  # rows, of which each length would be compiled anew
+        job.attention = attention
+        job.compile = False
     refuse_inexact(model, job.attention, label)
     positions = num_positions(model.config.get_text_config())
     if max_model_len > positions:
@@ -228,6 +232,17 @@ def store_divergences(episodes: list[Episode], index: TokenIndex, divergences: T
     for number, episode in enumerate(episodes):
         of_trained = iter(index.tokens_of(number))
         episode.divergences = [values[next(of_trained)] if m else 0.0 for m in episode.loss_mask]
+
+
+def check_replayed_prompts(episodes: list[Episode], path: Path, column: str | None) -> None:
+    """SystemExit if the dump at `path` has prompts of the teacher's own and the flag is missing, or
+    the other way round."""
+    has_prompts = any(episode.teacher_prompt_ids for episode in episodes)
+    if episodes and has_prompts != (column is not None):
+        raise SystemExit(
+            f"--replay {path}: give the --teacher-prompt-column of that run, and none if it had "
+            "none"
+        )
 
 
 def behind_teacher_prompts(episodes: list[Episode]) -> list[Episode]:

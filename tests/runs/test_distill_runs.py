@@ -4,6 +4,7 @@ flags are refused."""
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,7 +26,8 @@ import distill
 from common.files import user_errors
 from common.flags import Data
 from common.hub import FOLDERS
-from common.teacher import Responses, find_teacher
+from common.teacher import Responses, check_replayed_prompts, find_teacher
+from common.types import Episode
 
 OPTIONS = ["--model", "tiny", "--prompts-per-step", 6, "--samples-per-prompt", 2]
 OPTIONS += ["--max-prompt-tokens", 64, "--max-response-tokens", 24, "--learning-rate", 1e-4]
@@ -133,35 +135,25 @@ def test_replay_repeats_an_update_bit_for_bit(whole, rows, tmp_path):
     assert exports[0].read_bytes() == exports[1].read_bytes()
 
 
+@pytest.mark.parametrize("column, prompt", [(None, [1]), ("hint", [])])
+def test_a_replay_needs_the_prompts_that_the_teacher_read(column, prompt):
+    episode = Episode(0, 0, [1], [2], [1], [0.0], teacher_prompt_ids=prompt)
+    with pytest.raises(SystemExit, match="--replay dump: give the --teacher-prompt-column"):
+        check_replayed_prompts([episode], Path("dump"), column)
+    check_replayed_prompts([episode], Path("dump"), "hint" if prompt else None)
+
+
 def test_another_teacher_is_refused_by_a_resume(whole, rows, tmp_path):
-    options = [
-        *OPTIONS,
-        "--teacher",
-        "tiny",
-        "--train-data",
-        rows,
-        "--eval-data",
-        rows,
-        "--engine",
-        "hf",
-    ]
+    options = [*OPTIONS, "--teacher", "tiny", "--engine", "hf"]
+    options += ["--train-data", rows, "--eval-data", rows]
     options += ["--resume", whole[0] / "checkpoints/step_000001", "--output-dir", tmp_path / "run"]
     done = run_script("distill.py", *options, check=False)
     assert done.returncode == 1 and "is of another teacher, " in done.stderr, done.stderr
 
 
 def test_a_teacher_that_is_the_student_moves_no_weight(rows, tmp_path):
-    options = [
-        *OPTIONS,
-        "--teacher",
-        "tiny",
-        "--train-data",
-        rows,
-        "--eval-data",
-        rows,
-        "--engine",
-        "hf",
-    ]
+    options = [*OPTIONS, "--teacher", "tiny", "--engine", "hf"]
+    options += ["--train-data", rows, "--eval-data", rows]
     options += ["--dtype", "fp32", "--total-steps", 1, "--output-dir", tmp_path / "run"]
     run_script("distill.py", *options)
     (metrics,) = [record for record in metrics_of(tmp_path / "run") if record.get("step") == 1]
