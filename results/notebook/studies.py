@@ -284,6 +284,20 @@ def sft_runs() -> dict[str, Run]:
     return runs
 
 
+def distillation_runs() -> dict[str, Run]:
+    """grpo.py's demo and distill.py's, which have the same student; then its other divergences."""
+    variants = {
+        "grpo": Run("grpo.py --eval-every 5"),
+        "reverse-kl": Run("distill.py --eval-every 5"),
+    }
+    further = {
+        "sampled": Run("distill.py --estimator sampled --eval-every 5"),
+        "forward-kl": Run("distill.py --divergence forward-kl --eval-every 5"),
+        "jsd": Run("distill.py --divergence jsd --eval-every 5"),
+    }
+    return seeded(variants, range(1, 4)) | seeded(further, range(1, 4))
+
+
 ALL = (
     Study(
         "demos",
@@ -307,6 +321,15 @@ ALL = (
         also=("reward/accuracy", "rollout/response_length"),
         beside={"trl": "grpo"},
         goal=0.8,
+        dtype="bf16",
+    ),
+    Study(
+        "distillation",
+        "How many samples and seconds does a student need with a teacher, and how many with a "
+        "reward?",
+        distillation_runs(),
+        beside={name: "grpo" for name in ("reverse-kl", "sampled", "forward-kl", "jsd")},
+        goal=0.85,
         dtype="bf16",
     ),
     Study(
