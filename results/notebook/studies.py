@@ -328,7 +328,7 @@ ALL = (
         "How many samples and seconds does a student need with a teacher, and how many with a "
         "reward?",
         distillation_runs(),
-        beside={name: "grpo" for name in ("reverse-kl", "sampled", "forward-kl", "jsd")},
+        beside=dict.fromkeys(("reverse-kl", "sampled", "forward-kl", "jsd"), "grpo"),
         goal=0.85,
         dtype="bf16",
     ),
