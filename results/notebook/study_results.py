@@ -26,8 +26,8 @@ Runs = dict[str, dict[int, Metrics]]  # {variant: {seed: metrics}}
 
 
 def curve(metrics: Metrics) -> list[dict]:
-    """The evaluations of a run: step, value, and until then the samples, the seconds of training and
-    the tokens of a response, summed."""
+    """The evaluations of a run: step, value, and until then the samples, the seconds of training
+    and the tokens of a response, summed."""
     points = []
     seconds = tokens = 0.0
     for record in metrics:
