@@ -292,8 +292,8 @@ def distillation_runs() -> dict[str, Run]:
         "reverse-kl": Run("distill.py --eval-every 5"),
     }
     own_teacher = Run(
-        "distill.py --model smollm2 --teacher-prompt-column hint --max-prompt-tokens 192 "
-        "--max-response-tokens 160 --micro-batch-tokens 4096 --prompts-per-step 64 "
+        "distill.py --model smollm2 --teacher-prompt-column hint --max-prompt-tokens 256 "
+        "--bad-rows drop --max-response-tokens 160 --micro-batch-tokens 4096 --prompts-per-step 64 "
         "--samples-per-prompt 1 --learning-rate 2e-5 --lr-schedule linear --lr-floor 0.1 "
         "--warmup-steps 3 --total-steps 20 --eval-every 10 --eval-rows 512",
         data="gsm8k-hints",
