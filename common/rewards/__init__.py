@@ -52,6 +52,7 @@ boxed_reward = built_in("math", "score_boxed", "sympy")
 dapo_reward = built_in("math", "score_dapo")
 geo3k_reward = built_in("geometry", "score_geo3k", "sympy")
 visual_qa_reward = built_in("visual_qa", "score_visual_qa", "sympy")
+reasoning_gym_reward = built_in("reasoning_gym", "score", "reasoning_gym")
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
@@ -68,6 +69,7 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "math_dapo*": dapo_reward,  # as in verl, like the next two
     "math": dapo_reward,
     "aime*": dapo_reward,
+    "reasoning_gym/*": reasoning_gym_reward,  # what common.prepare.reasoning_gym writes
     "hiyouga/geometry3k": geo3k_reward,
     "*geo3k*": geo3k_reward,
 }
