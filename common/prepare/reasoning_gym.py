@@ -12,6 +12,7 @@ a generator and a scorer of its own, and levels of difficulty. A question of tes
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ from common.rewards.reasoning_gym import PACKAGE, find_scorer
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
-NUM_CHECKED = 20  # rows of each level whose answers are scored
+NUM_CHECKED = 20  # problems of each level whose answers are scored
 SCHEMA = pa.schema(
     {
         "data_source": pa.string(),
@@ -70,15 +71,15 @@ def main(args: Args) -> None:
         print_tasks(package)
         return
     check_task(package, args)
-    train: list[dict] = []
+    sources = [Source.open(package, args, level) for level in args.levels or (None,)]
+    # test first: what stands there, whatever its level, is not for train
+    questions: set[str] = set()
     test: list[dict] = []
-    levels = args.levels or (None,)
-    for place, level in enumerate(levels):
-        shares = [share(size, place, len(levels)) for size in (args.train_size, args.test_size)]
-        config = level_config(package, args, level)
-        train_entries, test_entries = split_entries(package, args, config, *shares)
-        for rows, entries in ((train, train_entries), (test, test_entries)):
-            rows += [make_row(package, args, config, level, entry) for entry in entries]
+    train: list[dict] = []
+    for place, source in enumerate(sources):
+        test += source.rows(share(args.test_size, place, len(sources)), questions, is_test=True)
+    for place, source in enumerate(sources):
+        train += source.rows(share(args.train_size, place, len(sources)), questions, is_test=False)
     random.Random(args.seed).shuffle(train)  # levels alternate
     tables = {}
     for split, rows in (("train", train), ("test", test)):
@@ -90,6 +91,7 @@ def main(args: Args) -> None:
 
 def import_package() -> ModuleType:
     try:
+        import reasoning_gym.coaching.base_curriculum
         import reasoning_gym.factory
         import reasoning_gym.utils
     except ImportError as error:
@@ -136,47 +138,24 @@ def level_config(package: ModuleType, args: Args, level: int | None) -> dict:
     if level is not None:
         curriculum = package.factory.create_curriculum(args.task)
         curriculum.set_global_level(level)
-        return vars(curriculum.generate_configuration(size))
+        # this level alone, without those below
+        context = package.coaching.base_curriculum.DefaultCurriculumContext("upper_bound")
+        return vars(curriculum.generate_configuration(size, context))
     try:
         settings = json.loads(args.config)
         _, config_class = package.factory.DATASETS[args.task]
         config = config_class(**settings, **size)
-        config.validate()
+        if hasattr(config, "validate"):
+            config.validate()
         return vars(config)
     except (TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"--config {args.config}: {error}") from error
 
 
-def split_entries(
-    package: ModuleType, args: Args, config: dict, train_size: int, test_size: int
-) -> tuple[list[dict], list[dict]]:
-    """Entries for train and test, {question, answer, metadata} each: test has every question once,
-    train none of them."""
-    dataset = package.factory.create_dataset(args.task, **config)
-    test: dict[str, dict] = {}
-    train: list[dict] = []
-    for index in Progress("problems", config["size"]):
-        entry = dataset[index]
-        if len(test) < test_size:
-            test.setdefault(entry["question"], entry)
-        elif entry["question"] not in test:
-            train.append(entry)
-        if len(train) == train_size:
-            break
-    if len(train) < train_size:
-        raise ValueError(
-            f"--task {args.task} made {len(train)} rows for train beside {len(test)} for test, not "
-            f"{train_size} and {test_size}: it has too few questions at this level"
-        )
-    check_scorer(args.task, dataset, config, [*test.values()][:NUM_CHECKED])
-    return train, [*test.values()]
-
-
-def check_scorer(
-    task: str, dataset: "ProceduralDataset", config: dict, entries: list[dict]
-) -> None:
+def check_scorer(task: str, dataset: "ProceduralDataset", config: dict) -> None:
     """ValueError if the right answers to entries that went through a file are not right."""
-    for entry in entries:
+    for index in range(min(NUM_CHECKED, config["size"])):
+        entry = dataset[index]
         if entry["answer"] is None:  # the scorer knows a right one when it sees it
             continue
         truth = json.loads(make_truth(task, config, entry))
@@ -191,30 +170,74 @@ def check_scorer(
 
 
 def make_truth(task: str, config: dict, entry: dict) -> str:
-    """What the scorer needs, as JSON."""
-    settings = config | {"size": 1}
-    try:
-        return json.dumps({"task": task, "config": settings, "entry": entry})
-    except TypeError as error:
-        raise ValueError(f"--task {task}: its rows cannot be written to a file: {error}") from error
+    """What the scorer needs, as JSON; a value that JSON does not have, such as a time, as text."""
+    settings = {"size": 1}
+    for name, value in config.items():
+        # others, such as an enumeration's, keep their default
+        if name != "size" and type(value) in (bool, int, float, str, list, tuple, dict):
+            settings[name] = value
+    return json.dumps({"task": task, "config": settings, "entry": entry}, default=str)
 
 
-def make_row(package: ModuleType, args: Args, config: dict, level: int | None, entry: dict) -> dict:
-    """verl's row."""
-    prompt = [{"role": "user", "content": entry["question"]}]
-    if args.prompt != "none":
-        system = package.utils.SYSTEM_PROMPTS[args.prompt]
-        prompt.insert(0, {"role": "system", "content": system})
-    data_source = f"reasoning_gym/{args.task}"
-    if len(args.levels) > 1:
-        data_source += f"/{level}"
-    return {
-        "data_source": data_source,
-        "prompt": prompt,
-        "ability": "reasoning",
-        "reward_model": {"style": "rule", "ground_truth": make_truth(args.task, config, entry)},
-        "extra_info": {"level": level},
-    }
+@dataclass
+class Source:
+    """The generator of a level, whose problems go to test first and then to train."""
+
+    task: str
+    level: int | None
+    data_source: str
+    system: str  # prompt, or ""
+    config: dict  # of the generator
+    entries: Iterator[dict]  # {question, answer, metadata}
+
+    @classmethod
+    def open(cls, package: ModuleType, args: Args, level: int | None) -> "Source":
+        """ValueError if the first right answers are not right."""
+        config = level_config(package, args, level)
+        dataset = package.factory.create_dataset(args.task, **config)
+        check_scorer(args.task, dataset, config)
+        data_source = f"reasoning_gym/{args.task}"
+        if len(args.levels) > 1:
+            data_source += f"/{level}"
+        system = ""
+        if args.prompt != "none":
+            system = package.utils.SYSTEM_PROMPTS[args.prompt]
+        entries = (dataset[index] for index in range(config["size"]))
+        return cls(args.task, level, data_source, system, config, entries)
+
+    def rows(self, count: int, questions: set[str], is_test: bool) -> list[dict]:
+        """So many rows whose question is not in `questions`, to which test adds its own. ValueError
+        if there are too few."""
+        rows = []
+        progress = Progress("rows", count)
+        while len(rows) < count:
+            entry = next(self.entries, None)
+            if entry is None:
+                raise ValueError(
+                    f"--task {self.task}: {len(rows)} rows, not {count}; it has too few questions "
+                    "that test does not have, too: lower --test-size, or take a higher level"
+                )
+            if entry["question"] in questions:
+                continue
+            if is_test:
+                questions.add(entry["question"])
+            rows.append(self.row(entry))
+            progress.add()
+        return rows
+
+    def row(self, entry: dict) -> dict:
+        """verl's."""
+        prompt = [{"role": "user", "content": entry["question"]}]
+        if self.system:
+            prompt.insert(0, {"role": "system", "content": self.system})
+        truth = make_truth(self.task, self.config, entry)
+        return {
+            "data_source": self.data_source,
+            "prompt": prompt,
+            "ability": "reasoning",
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"level": self.level},
+        }
 
 
 if __name__ == "__main__":

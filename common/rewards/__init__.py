@@ -56,6 +56,7 @@ reasoning_gym_reward = built_in("reasoning_gym", "score", "reasoning_gym")
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
+    "reasoning_gym/*": reasoning_gym_reward,  # what common.prepare.reasoning_gym writes
     "visual_qa/*": visual_qa_reward,  # Pixel Reasoner's rows: common.data.visual_qa
     "tiny-vl": visual_qa_reward,
     "*countdown*": countdown_reward,
@@ -69,7 +70,6 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
     "math_dapo*": dapo_reward,  # as in verl, like the next two
     "math": dapo_reward,
     "aime*": dapo_reward,
-    "reasoning_gym/*": reasoning_gym_reward,  # what common.prepare.reasoning_gym writes
     "hiyouga/geometry3k": geo3k_reward,
     "*geo3k*": geo3k_reward,
 }

@@ -18,8 +18,11 @@ SYMPY_TASKS = {
     "puzzle24",
     "simple_integration",
 }
-LITERALS = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Load, ast.UnaryOp, ast.unaryop)
-ARITHMETIC = (*LITERALS, ast.Name, ast.BinOp, ast.operator, ast.Call)
+LITERALS = (
+    *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.unaryop),
+    *(ast.Name, ast.Load),  # a word as an answer
+)
+ARITHMETIC = (*LITERALS, ast.BinOp, ast.operator, ast.Call)
 FUNCTIONS = {
     *("Abs", "exp", "ln", "log", "sqrt"),
     *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"),

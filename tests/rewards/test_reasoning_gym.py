@@ -175,7 +175,7 @@ def test_levels_have_equal_shares_and_no_question_twice(tmp_path):
         ({"task": "chain_sum", "prompt": "polite"}, "expected none, "),
         ({"task": "chain_sum", "config": '{"terms": 3}'}, "unexpected keyword argument 'terms'"),
         ({"task": "chain_sum", "config": '{"max_terms": 1}'}, "max_terms must be >= min_terms"),
-        ({"task": "chain_sum", "levels": (0,), "test_size": 999}, "too few questions"),
+        ({"task": "chain_sum", "levels": (0,), "test_size": 999}, "too few questions that"),
         ({"task": "arc_agi"}, "arc_agi: "),
     ],
 )
