@@ -441,3 +441,55 @@ def test_a_deadline_that_the_function_has_itself_is_not_given_in_vain(tmp_path, 
     monkeypatch.setattr(sys, "argv", ["score"])
     score_file(flags)
     assert [sample["score"] for sample in read(tmp_path / "a_scored.jsonl")] == [1.0, 1.0]
+
+
+# --- a pass-rate filter ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_rows_of_a_pass_rate_are_kept_as_they_are(tmp_path, capsys, suffix):
+    """An evaluation of `rows` has their numbers; some have no sample."""
+    rows = [row(i) for i in range(6)]
+    data = write(tmp_path / f"train{suffix}", rows)
+    right = {0: 0, 1: 1, 3: 2, 4: 4}  # row -> right samples of 4
+    samples = []
+    for group, (number, num_right) in enumerate(right.items()):
+        for i in range(4):
+            text = f"#### {number + 1}" if i < num_right else "#### 9"
+            truth = rows[number]["reward_model"]
+            sample = {"data_source": "openai/gsm8k", "completion": text, "reward_model": truth}
+            samples.append(sample | {"group": group, "row": number})
+    file = write(tmp_path / "samples.parquet", samples)
+    flags = Scoring(file, response_column="completion", keep=(0.25, 0.5), rows=data)
+    score_file(flags)
+    kept = tmp_path / f"train_kept{suffix}"
+    all_rows = read(data)
+    assert read(kept) == [all_rows[1], all_rows[3]]
+    line = "2 of 6 rows are right in 25% to 50% of their responses; 1 in fewer, 1 in more, 2 have"
+    assert f"{line} none: {kept}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"0 of 6 rows .*; nothing is kept"):
+        score_file(Scoring(file, response_column="completion", keep=(0.6, 0.9), rows=data))
+    assert read(kept) == [all_rows[1], all_rows[3]], "an old file stays"
+
+
+def test_rows_with_their_responses_are_kept(tmp_path):
+    file = write(tmp_path / "verl.parquet", [row(i) for i in range(3)])
+    score_file(Scoring(file, keep=(0.3, 1.0)))
+    assert [r["extra_info"]["index"] for r in read(tmp_path / "verl_kept.parquet")] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ({"rows": "a.parquet"}, "--rows is for --keep"),
+        ({"keep": (0.8, 0.2)}, "--keep 0.8 0.2: expected two shares"),
+        ({"keep": (20, 80)}, "--keep 20 80: expected two shares"),
+        ({"keep": (0.2, 0.8), "rows": "a.parquet"}, "FILE has the row None, expected a number"),
+    ],
+)
+def test_filters_that_cannot_work(tmp_path, monkeypatch, flags, problem):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.parquet", [row(i) for i in range(3)])
+    with pytest.raises(SystemExit, match=problem):
+        score_file(Scoring("a.parquet", **flags))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
