@@ -304,12 +304,12 @@ def backward(
                 comparison = policy(batch, temperature, teacher=prediction, terms=terms)
                 loss = divergences = comparison.divergence  # [N]
                 logprobs, entropy = comparison.logprobs, comparison.entropy  # [N], [N]
-                tokens.teacher_logprobs[batch.tokens] = comparison.teacher_logprobs
+                tokens.teacher_logprobs[batch.token_index] = comparison.teacher_logprobs
             else:
                 logprobs, entropy = policy(batch, temperature)  # [N], [N]
             if store_old_logprobs:
-                tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            mb_tokens = tokens[batch.tokens]
+                tokens.old_logprobs[batch.token_index] = logprobs.detach()
+            mb_tokens = tokens[batch.token_index]
             if args.estimator == "sampled":
                 ratio = (logprobs - mb_tokens.old_logprobs).clamp(-20, 20).exp()
                 divergences = mb_tokens.old_logprobs - mb_tokens.teacher_logprobs
@@ -322,7 +322,7 @@ def backward(
             (batch_loss * scale).backward()
         total_loss += batch_loss.detach()
         if first_epoch:
-            tokens.divergences[batch.tokens] = divergences.detach()
+            tokens.divergences[batch.token_index] = divergences.detach()
         count = len(logprobs)
         means.add("distill/divergence", divergences.sum(), count)
         means.add("distill/teacher_logprob", mb_tokens.teacher_logprobs.sum(), count)
@@ -608,11 +608,9 @@ def main(args: Args, demo: bool = False) -> None:
                 )
                 means.merge(update_means)
                 if on_policy:  # now the old log-probs of this minibatch are in
-                    places = torch.cat([batch.tokens for batch in minibatch.micro_batches]).to(
-                        device
-                    )
-                    sampled_tokens = tokens[places]
-                    sampled_tokens = sampled_tokens[sampled_tokens.is_sampled]
+                    indices = [batch.token_index for batch in minibatch.micro_batches]
+                    mb_tokens = tokens[torch.cat(indices).to(device)]
+                    sampled_tokens = mb_tokens[mb_tokens.is_sampled]
                     gap = checked_gap(
                         sampled_tokens.rollout_logprobs,
                         sampled_tokens.old_logprobs,

@@ -190,7 +190,7 @@ def _logprobs(policy: nn.Module, episodes: list[Episode]) -> Tensor:
     for batch in pack(episodes, numbers, index, budget=128, vision=policy.vision, **layout):
         with forward_context(policy):
             output, _ = policy(batch.to(policy.model.device))
-        logprobs[batch.tokens] = output.float().cpu()
+        logprobs[batch.token_index] = output.float().cpu()
     return logprobs
 
 

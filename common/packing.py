@@ -48,7 +48,7 @@ class MicroBatch:
     position_ids: Tensor
     hidden_index: Tensor  # [N] int64: where in the B * L tokens a trained one is predicted
     targets: Tensor  # [N] int64: the token's id
-    tokens: Tensor  # [N] int64: the token's place in the flat per-token arrays of `TokenIndex`
+    token_index: Tensor  # [N] int64: of the trained tokens, in the order of `TokenIndex`
     # [S] int64, ascending: where in the B * L tokens the placeholders of pictures are
     slots: Tensor
     features: Tensor  # [S] int64: which feature belongs there, of those of `media` in order
@@ -202,7 +202,7 @@ class Packer:
                 with forward_context(model):
                     output = model(batch, *inputs)
                 values = output[0] if isinstance(output, tuple) else output
-                result[batch.tokens] = values
+                result[batch.token_index] = values
 
         self.attempt(write, model)
 
@@ -435,7 +435,7 @@ class _Row:
         self.rope: list[np.ndarray] = []  # M-RoPE positions of each segment, [3, length]
         self.hidden_index: list[int] = []
         self.targets: list[int] = []
-        self.tokens: list[int] = []
+        self.token_index: list[int] = []
         self.segments: list[list[int]] = []  # lengths in tokens, a list for each unit
         # distinct ones, and where in the row the visual tokens of each occurrence stand
         self.pictures: dict[Media, list[np.ndarray]] = {}
@@ -461,7 +461,7 @@ class _Row:
                 before = response_start + i - 1 if i > 0 else self.prompt_end - 1
                 self.hidden_index.append(before)
                 self.targets.append(episode.response_ids[i])
-        self.tokens.extend(tokens)
+        self.token_index.extend(tokens)
 
     def _add_segment(self, episode: Episode, start: int, end: int) -> None:
         """Append the tokens from `start` to `end` of an episode, and the pictures among them."""
@@ -514,7 +514,7 @@ def _micro_batch(rows: list[_Row]) -> MicroBatch:
         position_ids=position_ids,
         hidden_index=_int64(hidden_index),
         targets=_int64([token for row in rows for token in row.targets]),
-        tokens=_int64([token for row in rows for token in row.tokens]),
+        token_index=_int64([i for row in rows for i in row.token_index]),
         slots=_int64(slots),
         features=_int64([feature_of_slot[slot] for slot in slots]),
         media=list(pictures),

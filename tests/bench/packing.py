@@ -153,7 +153,7 @@ def side_by_side(batches: list[MicroBatch]) -> MicroBatch:
         torch.cat([b.position_ids for b in batches], 1),
         torch.cat([i * width + b.hidden_index for i, b in enumerate(batches)]),
         torch.cat([b.targets for b in batches]),
-        torch.cat([b.tokens for b in batches]),
+        torch.cat([b.token_index for b in batches]),
         batches[0].slots,
         batches[0].features,
         [],

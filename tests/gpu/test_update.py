@@ -60,8 +60,8 @@ def values_and_gradients(
     for batch in pack(episodes, range(len(episodes)), index, **options):
         batch = batch.to(torch.device("cuda"))
         out = torch.stack(policy(batch, 0.9), dim=1)
-        values[batch.tokens] = out.detach()
-        (out * upstream[batch.tokens]).sum().backward()
+        values[batch.token_index] = out.detach()
+        (out * upstream[batch.token_index]).sum().backward()
     return values, [p.grad.float().clone() for p in policy.parameters()]
 
 

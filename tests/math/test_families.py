@@ -38,8 +38,8 @@ def our_values(policy: Policy, episodes: list[Episode]) -> tuple[torch.Tensor, t
     logprobs, entropies = torch.zeros(2, len(index), dtype=policy.model.dtype)
     for batch in pack(episodes, range(len(episodes)), index, budget=128, **layout):
         batch_logprobs, batch_entropies = policy(batch, TEMPERATURE)
-        logprobs = logprobs.index_copy(0, batch.tokens, batch_logprobs)
-        entropies = entropies.index_copy(0, batch.tokens, batch_entropies)
+        logprobs = logprobs.index_copy(0, batch.token_index, batch_logprobs)
+        entropies = entropies.index_copy(0, batch.token_index, batch_entropies)
     return logprobs, entropies
 
 

@@ -117,9 +117,9 @@ def losses_and_gradients(policy, episodes, order=None, **options):
     logprobs = torch.full((len(index),), float("nan"), dtype=torch.float64)
     for batch in pack(episodes, order or range(len(episodes)), index, **options):
         mb_logprobs, mb_entropy = policy(batch, 0.8)
-        w = weights[:, batch.tokens].to(mb_logprobs.dtype)
+        w = weights[:, batch.token_index].to(mb_logprobs.dtype)
         (mb_logprobs * w[0] + mb_entropy * w[1]).sum().backward()
-        logprobs[batch.tokens] = mb_logprobs.detach().double()
+        logprobs[batch.token_index] = mb_logprobs.detach().double()
     assert not logprobs.isnan().any(), "a trained token has no place in the packs"
     return logprobs, [p.grad.clone() for p in policy.parameters()]
 

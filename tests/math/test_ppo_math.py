@@ -378,7 +378,7 @@ def test_the_critics_gradient_by_finite_differences(case):
     def loss_after_move(step: float) -> float:
         for parameter, d in zip(critic.parameters(), direction):
             parameter.add_(step * d)
-        values = critic(batch)[batch.tokens.argsort()]
+        values = critic(batch)[batch.token_index.argsort()]
         return (0.5 * (values - tokens.returns).square()).mean().item()
 
     h = 1e-6

@@ -123,8 +123,8 @@ def packed(policy: Policy, episodes: list[Episode], multiple: int = 16):
     logprobs, entropies = torch.zeros(2, len(index), dtype=policy.model.dtype)
     for batch in batches:
         batch_logprobs, batch_entropies = policy(batch, TEMPERATURE)
-        logprobs = logprobs.index_copy(0, batch.tokens, batch_logprobs)
-        entropies = entropies.index_copy(0, batch.tokens, batch_entropies)
+        logprobs = logprobs.index_copy(0, batch.token_index, batch_logprobs)
+        entropies = entropies.index_copy(0, batch.token_index, batch_entropies)
     return logprobs, entropies
 
 

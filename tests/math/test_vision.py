@@ -42,7 +42,7 @@ def packed_logprobs(policy, episodes, vision, **options) -> torch.Tensor:
     index = TokenIndex(episodes)
     result = torch.full((len(index),), torch.nan)
     for batch in pack(episodes, range(len(episodes)), index, vision=vision, **options):
-        result[batch.tokens] = policy(batch, 0.9)[0]
+        result[batch.token_index] = policy(batch, 0.9)[0]
     return result
 
 

@@ -106,12 +106,13 @@ def gradient(
         for batch in batches:
             with forward_context(model):
                 near = model(batch, args.rollout.temperature)[0]
-            tokens.old_logprobs[batch.tokens] = near + 0.3 * torch.sin(10 * rollout[batch.tokens])
-            far = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
+            of_rollout = rollout[batch.token_index]
+            tokens.old_logprobs[batch.token_index] = near + 0.3 * torch.sin(10 * of_rollout)
+            far = near + 0.2 * torch.cos(7 * of_rollout)
             if kind == "distill":
-                tokens.teacher_logprobs[batch.tokens] = far
+                tokens.teacher_logprobs[batch.token_index] = far
             elif kind != "curiosity_rl":
-                tokens.ref_logprobs[batch.tokens] = far
+                tokens.ref_logprobs[batch.token_index] = far
     if kind == "distill":
         pair = torch.nn.ModuleList([model, models["teacher"]])
         script.backward(
