@@ -64,7 +64,7 @@ def sizes(minibatch) -> list[int]:
 
 def test_minibatches_hold_every_trained_token_once_and_their_counts(case):
     split = split_minibatches(case.episodes, list(range(60)), 2, seed=3, step=4)
-    assert [m.episodes for m in case.minibatches] == split
+    assert [m.episode_indices for m in case.minibatches] == split
     all_tokens = []
     for minibatch, selected in zip(case.minibatches, split, strict=True):
         lengths = case.index.lengths[selected]

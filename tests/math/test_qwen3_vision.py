@@ -184,7 +184,7 @@ def test_log_probs_and_gradients_are_those_of_single_trajectories(
         )
         policy = with_exact_norms(policy)
         logprobs = torch.full((len(index),), torch.nan, dtype=torch.float64)
-        options = {"budget": 600, "vision": vision} | layout_of(attention)
+        options = {"budget": 600, "layout": layout_of(attention), "vision": vision}
         for batch in pack(episodes, range(len(episodes)), index, **options):
             batch_logprobs, _ = policy(batch, 0.9)
             logprobs[batch.token_index] = batch_logprobs.detach()

@@ -33,7 +33,7 @@ from common.distributed import (
 )
 from common.flags import Machine
 from common.lora import adapters, add_adapters
-from common.packing import Minibatch, TokenIndex, pack
+from common.packing import Layout, Minibatch, TokenIndex, pack
 from common.script import run
 from common.teacher import Predictor
 from ppo import Critic
@@ -57,8 +57,8 @@ VARIANTS = {
 
 LAYOUTS = {
     "shared": {},
-    "unshared": {"share_prompts": False},
-    "padded": {"share_prompts": False, "multiple": 40},
+    "unshared": {"layout": Layout(share_prompts=False)},
+    "padded": {"layout": Layout(share_prompts=False, multiple=40)},
     "backwards": {"backwards": True},
     "checkpointing": {},
 }
@@ -192,7 +192,7 @@ def main(args: argparse.Namespace) -> None:
                 episodes,
                 variant,
                 budget=1,
-                share_prompts=False,
+                layout=Layout(share_prompts=False),
             )
             torch.save(reference, f"{args.folder}/{variant}.pt")
         return
