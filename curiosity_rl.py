@@ -366,8 +366,8 @@ def backward(
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
             if store_old_logprobs:
-                tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            mb_tokens = tokens[batch.tokens]
+                tokens.old_logprobs[batch.token_index] = logprobs.detach()
+            mb_tokens = tokens[batch.token_index]
             ratio = (logprobs - mb_tokens.old_logprobs).clamp(-20, 20).exp()
             # [N], [N]
             loss, clipped = clipped_loss(ratio, mb_tokens.advantages, args.clip_low, args.clip_high)

@@ -432,8 +432,8 @@ def backward(
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
             if store_old_logprobs:
-                tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            mb_tokens = tokens[batch.tokens]
+                tokens.old_logprobs[batch.token_index] = logprobs.detach()
+            mb_tokens = tokens[batch.token_index]
             loss, clipped = policy_loss(logprobs, entropy, mb_tokens, args)  # [N], [N]
             weights = token_weights(
                 args.reduction,

@@ -463,8 +463,8 @@ def backward(
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
             if store_old_logprobs:
-                tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            mb_tokens = tokens[batch.tokens]
+                tokens.old_logprobs[batch.token_index] = logprobs.detach()
+            mb_tokens = tokens[batch.token_index]
             loss, clipped = policy_loss(logprobs, entropy, mb_tokens, args)  # [N], [N]
             weights = token_weights(
                 args.reduction,
@@ -503,7 +503,7 @@ def critic_backward(
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
         with forward_context(critic, last=i == len(minibatch.micro_batches) - 1):
-            mb_tokens = tokens[batch.tokens]
+            mb_tokens = tokens[batch.token_index]
             values = critic(batch)  # [N]
             # [N], [N]
             loss, clipped = value_loss(values, mb_tokens.values, mb_tokens.returns, args.value_clip)

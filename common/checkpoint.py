@@ -48,10 +48,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """The checkpoints of a run: what they hold, where training goes on, which is the best.
-
-    The best is the one with the highest metric, or the lowest.
-    """
+    """The checkpoints of a run: what they hold, where training goes on, which is the best."""
 
     def __init__(
         self,
@@ -70,7 +67,8 @@ class Checkpoints:
         """optimizers: by the name of their models. loader: its position is saved; None in an
         evaluation. save_every, keep: --save-every, --keep-checkpoints. identity: what the manifest
         says of script and model. counts: numbers that a script carries from step to step; `resume`
-        changes them in place.
+        changes them in place. lowest_is_best: the best checkpoint has the lowest metric, else the
+        highest.
         """
         self.run_dir = run_dir
         self.folder = run_dir / "checkpoints"
@@ -111,8 +109,8 @@ class Checkpoints:
         with user_errors(
             f"{checkpoint} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
         ):
-            # another run may have measured its best on other rows; without a best step the folder
-            # is that of all steps
+            # Another run may have measured its best on other rows. The best step's folder may have
+            # been removed; without a best step this is the folder of all steps.
             if self.resumes_own and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step

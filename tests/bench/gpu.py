@@ -194,7 +194,7 @@ def measure_update(
     index = TokenIndex(episodes)
     packer = Packer(attention, args.micro_batch_tokens, Path("nowhere"), world)
     if not shared:
-        packer.layout["share_prompts"] = False
+        packer.layout = replace(packer.layout, share_prompts=False)
     (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
     tokens = tokens_of(episodes, index, device)
     script_args = grpo.Args(rollout=Rollout(max_response_tokens=args.response_tokens))

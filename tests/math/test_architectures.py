@@ -178,8 +178,8 @@ def packed_logprobs(policy, samples: list[Episode]) -> torch.Tensor:
     index = TokenIndex(samples)
     logprobs = torch.zeros(len(index))
     layout = layout_of(policy.attention)
-    for batch in pack(samples, range(len(samples)), index, budget=1000, **layout):
-        logprobs[batch.tokens] = policy(batch)[0]
+    for batch in pack(samples, range(len(samples)), index, budget=1000, layout=layout):
+        logprobs[batch.token_index] = policy(batch)[0]
     return logprobs
 
 

@@ -34,7 +34,7 @@ from common.lora import Base, adapters, merged
 from common.memory.estimate import activation_bytes
 from common.memory.shape import model_shape
 from common.models import hidden_states, load_model
-from common.packing import MicroBatch, TokenIndex, pack
+from common.packing import Layout, MicroBatch, TokenIndex, pack
 from common.pictures import PixelLimits
 from common.types import Episode
 from common.vision import load_vision
@@ -180,7 +180,8 @@ def packed(lengths: list[int]) -> MicroBatch:
         ids = [(7 * i + sample) % 120 + 1 for i in range(length)]
         episodes.append(Episode(0, sample, [*range(1, 31)], ids, [1] * length, [0.0] * length))
     index = TokenIndex(episodes)
-    (batch,) = pack(episodes, range(len(episodes)), index, budget=4096, multiple=128)
+    layout = Layout(multiple=128)
+    (batch,) = pack(episodes, range(len(episodes)), index, budget=4096, layout=layout)
     return batch
 
 
@@ -248,7 +249,12 @@ def test_layers_behind_a_tower_are_compiled_once(family, tmp_path, world, graphs
         episodes = trajectories(vision, seed=seed, prompts=2 + seed % 3)
         index = TokenIndex(episodes)
         (batch,) = pack(
-            episodes, range(len(episodes)), index, budget=10_000, multiple=128, vision=vision
+            episodes,
+            range(len(episodes)),
+            index,
+            budget=10_000,
+            layout=Layout(multiple=128),
+            vision=vision,
         )
         ours = backward(policy, batch)
         num_graphs.append(len(graphs))

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import random_policy
@@ -305,6 +306,21 @@ def test_the_share_of_the_data_set_is_the_same_on_all_ranks():
     assert distill.data_places(40, 0.25, seed=3, step=8) != places
     assert distill.data_places(40, 0, 3, 7) == set()
     assert distill.data_places(40, 1, 3, 7) == set(range(40))
+
+
+def test_what_a_step_draws_comes_from_streams_of_their_own(monkeypatch):
+    """The prompts of the data set's responses, and the rotation of minibatches."""
+    seeds = []
+
+    def recorded(seed: list[int]) -> np.random.PCG64:
+        seeds.append(tuple(seed))
+        return pcg64(seed)
+
+    pcg64 = np.random.PCG64
+    monkeypatch.setattr(np.random, "PCG64", recorded)
+    distill.data_places(40, 0.25, seed=3, step=7)
+    distill.split_minibatches([], [], 1, seed=3, step=7)
+    assert len(set(seeds)) == 2
 
 
 def test_vocabularies_are_compared_id_by_id():

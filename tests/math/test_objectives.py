@@ -33,7 +33,7 @@ import grpo
 import ppo
 from common.distributed import World
 from common.metrics import Means
-from common.packing import Minibatch, TokenIndex, _build, pack
+from common.packing import Layout, Minibatch, TokenIndex, build_micro_batch, pack
 from common.types import Episode
 
 OBJECTIVES = ["ppo", "gspo", "cispo"]
@@ -647,7 +647,7 @@ def test_a_rank_without_tokens_adds_nothing(case, reduction):
             entropy_coef=0.1,
         )
         empty, options = (
-            Minibatch([], 7.0, 3.0, [_build([], [], index)]),
+            Minibatch([], 7.0, 3.0, [build_micro_batch([], [], index, Layout())]),
             {"store_old_logprobs": True},
         )
         means = grpo.backward(case.policy, empty, nothing, args, ALONE, **options)

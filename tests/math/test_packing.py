@@ -64,13 +64,13 @@ def sizes(minibatch) -> list[int]:
 
 def test_minibatches_hold_every_trained_token_once_and_their_counts(case):
     split = split_minibatches(case.episodes, list(range(60)), 2, seed=3, step=4)
-    assert [m.episodes for m in case.minibatches] == split
+    assert [m.episode_indices for m in case.minibatches] == split
     all_tokens = []
     for minibatch, selected in zip(case.minibatches, split, strict=True):
         lengths = case.index.lengths[selected]
         assert minibatch.num_tokens == lengths.sum()
         assert minibatch.num_sequences == (lengths > 0).sum()
-        tokens = torch.cat([batch.tokens for batch in minibatch.micro_batches])
+        tokens = torch.cat([batch.token_index for batch in minibatch.micro_batches])
         assert set(case.index.episode_of_token[tokens].tolist()) <= set(selected)
         assert len(sizes(minibatch)) > 1
         assert max(sizes(minibatch)) <= BUDGET
@@ -146,7 +146,7 @@ def test_micro_batches_are_nine_tenths_full(shape, budget, world):
         for unit in batch.units:
             assert unit[0] == shape[2]
             responses.update(unit[1:])
-        tokens += batch.tokens.tolist()
+        tokens += batch.token_index.tolist()
     assert responses == Counter(len(episode.response_ids) for episode in episodes)
     assert sorted(tokens) == list(range(len(index)))
     num_prompts, _, prompt_tokens, _ = shape
@@ -422,12 +422,12 @@ def test_fill_writes_the_first_output_for_each_token_and_nothing_else(case):
     result = torch.full((len(case.index),), torch.nan, dtype=torch.float64)
     first, second = case.minibatches
     case.packer.fill(result, case.policy, [first], 0.8)
-    tokens_of_first = torch.cat([batch.tokens for batch in first.micro_batches])
+    tokens_of_first = torch.cat([batch.token_index for batch in first.micro_batches])
     assert not result[tokens_of_first].isnan().any()
     assert result.isnan().sum() == second.num_tokens
     for batch in first.micro_batches:
         logprobs, _ = case.policy(batch, 0.8)
-        assert torch.equal(result[batch.tokens], logprobs.detach())
+        assert torch.equal(result[batch.token_index], logprobs.detach())
     assert not result.requires_grad
     assert all(p.grad is None for p in case.policy.parameters())
 
@@ -436,7 +436,7 @@ def test_fill_takes_a_model_of_one_output(case):
     class Places(torch.nn.Module):
         def forward(self, batch):
             assert not torch.is_grad_enabled()
-            return 2.0 * batch.tokens
+            return 2.0 * batch.token_index
 
     result = torch.zeros(len(case.index))
     case.packer.fill(result, Places(), case.minibatches)

@@ -147,7 +147,7 @@ def test_a_forward_pass_asks_its_device_nothing(tiny_config, waits):
     packer = Packer("flex", 128, Path("nowhere"), META)
     minibatches = packer.minibatches(episodes, index, split_of(episodes, 1, seed=0, step=0))
     model = torch.nn.Module()
-    model.forward = lambda batch: batch.tokens.float()
+    model.forward = lambda batch: batch.token_index.float()
     with waits:
         packer.fill(torch.empty(len(index), device="meta"), model, minibatches)
     assert waits.num_copies > 0

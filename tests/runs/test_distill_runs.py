@@ -236,6 +236,7 @@ def test_out_of_memory_repeats_the_step_with_the_same_gradient(rows, tmp_path):
         ("--teacher x --response-column y", "needs a --data-share"),
         ("--teacher x --clip-low 0.1", "--estimator sampled, and several --minibatches"),
         ("--teacher x --eval-teacher", "needs a --teacher and --eval-data"),
+        ("--teacher x --eval-teacher --eval-data y --eval-only", "--eval-data, and no --eval-only"),
         ("--teacher x --minibatches 200", "a minibatch needs a prompt"),
         ("--teacher x --objective cispo", "grpo.py has it"),
     ],
