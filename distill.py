@@ -255,15 +255,16 @@ def split_minibatches(
     """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` parts.
+    So all ranks agree on the split, and which prompts come first changes from step to step.
     """
     generator = np.random.Generator(np.random.PCG64([seed, step]))
     offset = generator.integers(max(1, len(prompts)))
     minibatch_of: dict[int, int] = {}
-    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
-        minibatch_of[prompt] = place * count // len(prompts)
+    for position, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
+        minibatch_of[prompt] = position * count // len(prompts)
     minibatches: list[list[int]] = [[] for _ in range(count)]
-    for number, episode in enumerate(episodes):
-        minibatches[minibatch_of[episode.prompt_index]].append(number)
+    for i, episode in enumerate(episodes):
+        minibatches[minibatch_of[episode.prompt_index]].append(i)
     return minibatches
 
 
@@ -375,7 +376,7 @@ def collect(
             episodes.append(responses.episode(place, row, args.rollout.max_response_tokens))
     if teacher_prompts:
         for episode in episodes:
-            row = teacher_prompts.with_index(episode.row)
+            row = teacher_prompts.usable_row(episode.row)
             episode.teacher_prompt_ids = row.prompt_ids
             if row.problem:
                 episode.finish_reason = "unreadable"
@@ -503,7 +504,7 @@ def main(args: Args, demo: bool = False) -> None:
     )
 
     # what is trained, and by whom
-    policy = job.load_policy(make=Predictor)
+    policy = job.load_policy(model_class=Predictor)
     teacher = job.load_teacher(teacher_path, policy, teacher_len, Predictor) if training else None
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
