@@ -177,6 +177,9 @@ DEMO = Args(
     run=Run(model="tiny", total_steps=40, eval_every=10),
 )
 
+# bound on log-ratios before `exp`: e^20 is far beyond every clip, and finite
+MAX_LOGRATIO = 20.0
+
 
 def divergence_terms(
     logp: Tensor, logq: Tensor, divergence: str, beta: float
@@ -261,15 +264,16 @@ def split_minibatches(
     """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` parts.
+    So all ranks agree on the split, and which prompts come first changes from step to step.
     """
     generator = np.random.Generator(np.random.PCG64([seed, step]))
     offset = generator.integers(max(1, len(prompts)))
     minibatch_of: dict[int, int] = {}
-    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
-        minibatch_of[prompt] = place * count // len(prompts)
+    for position, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
+        minibatch_of[prompt] = position * count // len(prompts)
     minibatches: list[list[int]] = [[] for _ in range(count)]
-    for number, episode in enumerate(episodes):
-        minibatches[minibatch_of[episode.prompt_index]].append(number)
+    for i, episode in enumerate(episodes):
+        minibatches[minibatch_of[episode.prompt_index]].append(i)
     return minibatches
 
 
@@ -320,11 +324,11 @@ def backward(
                 divergences = comparison.divergence  # [N]
                 loss = divergences
             else:
-                ratio = (logprobs - mb_tokens.old_logprobs).clamp(-20, 20).exp()
+                logratio = (logprobs - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
                 divergences = mb_tokens.old_logprobs - mb_tokens.teacher_logprobs  # [N]
                 advantages = -divergences
                 loss, clipped = clipped_loss(
-                    ratio, advantages, args.clip_low, args.clip_high, args.dual_clip
+                    logratio.exp(), advantages, args.clip_low, args.clip_high, args.dual_clip
                 )
             # FSDP2 and DDP average gradients over ranks, but the denominator is global: hence
             # world.size. Means average "policy/loss" over ranks in the same way.
@@ -343,7 +347,7 @@ def backward(
         else:
             means.add("policy/clip_fraction", clipped.sum(), count=count)
             # k3 estimate of KL(rollout's policy | this policy)
-            logratio = logprobs.detach() - mb_tokens.old_logprobs
+            logratio = logratio.detach()
             k3 = logratio.exp() - 1 - logratio
             means.add("policy/approx_kl", k3.sum(), count=count)
     means.add("policy/loss", total_loss)
@@ -387,7 +391,7 @@ def collect(
             episodes.append(responses.episode(place, row, args.rollout.max_response_tokens))
     if teacher_prompts is not None:
         for episode in episodes:
-            row = teacher_prompts.with_index(episode.row)
+            row = teacher_prompts.usable_row(episode.row)
             episode.teacher_prompt_ids = row.prompt_ids
             if row.problem:
                 episode.finish_reason = "unreadable"
@@ -520,7 +524,7 @@ def main(args: Args, demo: bool = False) -> None:
     )
 
     # what is trained, and its teacher
-    policy = job.load_policy(make=Predictor)
+    policy = job.load_policy(model_class=Predictor)
     teacher = None
     if training:
         teacher = job.load_teacher(teacher_path, policy, teacher_len, Predictor)

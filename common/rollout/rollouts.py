@@ -142,7 +142,7 @@ class Rollouts:
         if samples_file is None:
             report(samples, self.output_dir / "eval" / f"step_{step:06d}.parquet")
             return
-        table = report(samples, samples_file, self.eval_data.record)
+        table = report(samples, samples_file, self.eval_data.file_row)
         say(
             f"{table}\nsamples: {samples_file}, of the first {num_rows} of "
             f"{len(self.eval_data)} rows (--eval-rows)"

@@ -360,7 +360,7 @@ def test_a_token_knows_its_episode_and_the_engine_before_the_update(script):
     tokens_of = [[lp for lp, m in zip(e.logprobs, e.loss_mask) if m] for e in episodes]
     trained = [(i, len(mine), lp) for i, mine in enumerate(tokens_of) for lp in mine]
     tokens = vars(script.Tokens.of(episodes, TokenIndex(episodes), torch.device("cpu")))
-    columns = [tokens.pop(name) for name in ("episodes", "lengths", "rollout_logprobs")]
+    columns = [tokens.pop(name) for name in ("episode_of_token", "lengths", "rollout_logprobs")]
     assert [x.tolist() for x in columns] == [
         pytest.approx(column) for column in zip(*trained, strict=True)
     ]
@@ -417,7 +417,7 @@ def dense_reference(case, args, old):
     """(gradient, [loss, entropy, clipped, KL]) of all tokens by their definitions."""
     index = TokenIndex(case.episodes)
     owner = index.episode_of_token
-    columns = {"logprobs": case.logprobs, "entropy": case.entropy, "episodes": owner}
+    columns = {"logprobs": case.logprobs, "entropy": case.entropy, "episode_of_token": owner}
     columns |= {"advantages": case.advantages[owner], "old_logprobs": old}
     columns |= {"rollout_logprobs": case.rollout, "ref_logprobs": case.ref}
     columns = {name: column.tolist() for name, column in columns.items()}
@@ -556,6 +556,12 @@ def test_ppos_loss_is_the_ppo_objectives(case, correction):
             results.append([loss, clipped, *slopes])
         assert all(map(torch.equal, *results)), (estimator, entropy_coef)
         assert results[0][1].any() and not results[0][1].all()
+
+
+def test_a_policy_that_has_moved_far_has_finite_metrics(case):
+    """e^1000 is above all floats; a NaN or an infinity in a log says nothing."""
+    far = SimpleNamespace(**vars(case) | {"old": case.old - 1000})
+    assert all(map(math.isfinite, ours(far, arguments())[1]))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

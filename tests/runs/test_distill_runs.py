@@ -277,7 +277,7 @@ def hint_or(value):
     [
         ({}, "line 4: prompt is None"),
         ({"hint": ""}, "line 4: prompt is empty"),
-        ({"hint": "1 " * 60}, "longer than --max-prompt-tokens and --max-response-tokens together"),
+        ({"hint": "1 " * 60}, "longer than --max-prompt-tokens plus --max-response-tokens: "),
     ],
 )
 def test_prompts_of_the_teacher_are_checked_row_by_row(value, reason, tmp_path):
