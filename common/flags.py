@@ -236,8 +236,9 @@ class Machine:
     micro_batch_tokens: Count | None = None
     # recompute activations in backward: less memory, a third more compute
     gradient_checkpointing: bool = False
-    # share of the activations of compiled layers that is kept; what is cheap is recomputed first
-    activation_memory: Share = 1.0
+    # share of the activations of compiled layers that is kept; auto: what fits. What is cheap is
+    # recomputed first
+    activation_memory: Share | Literal["auto"] = 1.0
     # on the host while idle: optimizer (Adam's moments); reference (of a KL); base (of LoRA)
     offload: Offload = ""
     # torch.compile the layers, on GPUs: a slow first step, then faster ones; default: on with flex,

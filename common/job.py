@@ -63,6 +63,7 @@ from common.manifest import (
 )
 from common.memory.estimate import keeps_gathered
 from common.memory.plan import MemoryPlan, memory_plan
+from common.memory.remedies import ACTIVATION_SHARES
 from common.models import Policy, load_model
 from common.offload import HostBase
 from common.optimizer import GuardedAdamW
@@ -142,6 +143,10 @@ class Job:
         self.micro_batch_tokens = machine.micro_batch_tokens
         if self.micro_batch_tokens is None and self.checkpoint:
             self.micro_batch_tokens = read_micro_batch_tokens(self.checkpoint)
+        # "auto": the memory plan chooses
+        self.activation_memory = machine.activation_memory
+        if self.activation_memory == "auto" and self.checkpoint:
+            self.activation_memory = read_activation_memory(self.checkpoint)
         self.engine_memory = 0.0  # GiB of the engine's KV cache
         self.memory_plan: MemoryPlan | None = None
         self.host_bases: list[HostBase] = []  # with --offload base
@@ -180,14 +185,19 @@ class Job:
         most_tokens: int = MAX_MICRO_BATCH_TOKENS,
         teacher: str | None = None,
     ) -> None:
-        """Print what a step will need; choose `micro_batch_tokens`, `engine_memory` and
-        `memory_plan`.
+        """Print what a step will need; choose `micro_batch_tokens`, `activation_memory`,
+        `engine_memory` and `memory_plan`.
 
         trained, frozen, reward_model, teacher: folders of the models that share the memory, the
         policy first. replayed_tokens: micro-batch tokens of the update that --replay repeats.
         most_tokens: upper limit of `micro_batch_tokens` if the plan chooses them. SystemExit if a
         CPU's memory is too small to begin.
         """
+        if replayed_tokens and self.activation_memory == "auto":
+            raise SystemExit(
+                "--replay repeats every bit: in place of --activation-memory auto give the number "
+                'of that run, which its config.json has ("chosen")'
+            )
         if replayed_tokens and self.machine.micro_batch_tokens is None:
             self.micro_batch_tokens = replayed_tokens
         # with LoRA the policy's base may be its teacher
@@ -197,6 +207,7 @@ class Job:
             replace(
                 self.machine,
                 micro_batch_tokens=self.micro_batch_tokens,
+                activation_memory=self.activation_memory,
                 attention=self.attention,
                 compile=self.compile,
             ),
@@ -213,6 +224,9 @@ class Job:
             raise SystemExit(plan.refusal)
         self.memory_plan = plan
         self.micro_batch_tokens = plan.micro_batch_tokens
+        self.activation_memory = plan.activation_memory
+        if self.machine.activation_memory == "auto":  # a resume takes the same number
+            self.identity["activation_memory"] = self.activation_memory
         self.engine_memory = plan.engine_memory
 
     def open_loader(self, num_rows: int, data_fingerprint: str) -> RowOrder:
@@ -357,7 +371,7 @@ class Job:
         if trained:
             options["gradient_checkpointing"] = machine.gradient_checkpointing
             options["compile_layers"] = self.compile
-            options["activation_memory"] = machine.activation_memory
+            options["activation_memory"] = self.activation_memory
         return options
 
 
@@ -476,6 +490,18 @@ def read_micro_batch_tokens(checkpoint: Path) -> int | None:
             f"{shorten(repr(tokens), 60)}): {BEGIN_ANEW}"
         )
     return tokens
+
+
+def read_activation_memory(checkpoint: Path) -> float | str:
+    """The share that --activation-memory auto became in the run that wrote a checkpoint, so that a
+    resume rounds alike; "auto" if it does not say."""
+    share = read_manifest(checkpoint).get("activation_memory", "auto")
+    if share not in ("auto", *ACTIVATION_SHARES):
+        raise SystemExit(
+            f"{checkpoint} cannot be loaded (its activation_memory is "
+            f"{shorten(repr(share), 60)}): {BEGIN_ANEW}"
+        )
+    return share
 
 
 def facts_of_machine(model: str) -> dict[str, str]:

@@ -213,6 +213,7 @@ def open_logger(
             "attention": job.attention,
             "compile": job.compile,
             "micro_batch_tokens": job.micro_batch_tokens,
+            "activation_memory": job.activation_memory,
             "engine_memory": job.engine_memory,
         }
         commit = commit_of(job.path)

@@ -18,6 +18,7 @@ from common.memory.remedies import (
     PHASES,
     ROOM,
     cheapest_change,
+    cheapest_share,
     fitting_cache,
     fitting_micro_batch,
     longest,
@@ -54,6 +55,7 @@ class MemoryPlan:
 
     text: str  # a line, and a warning if something may not fit
     micro_batch_tokens: int  # as given, or as many as fit
+    activation_memory: float  # the share that compiled layers keep, as given or chosen
     engine_memory: float  # GiB of the KV cache
     free_gb: float  # before the run has loaded anything
     update_gb: float  # of which the update takes
@@ -76,7 +78,8 @@ def memory_plan(
 
     The sizes are the largest with which a phase takes at most the share ROOM of the free memory of
     the tightest rank: the KV cache with the rollout (if the engine sleeps on a GPU), a micro-batch
-    of at most `most_tokens` with the update. A plan that chooses the micro-batch on CPUs has a
+    of at most `most_tokens` with the update. `--activation-memory auto` is the share with which
+    the update fits and takes least time. A plan that chooses the micro-batch on CPUs has a
     `refusal` if a phase still does not fit: the kernel would kill the run without a message.
     trained, frozen, reward_model, teacher: folders. SystemExit if the KV cache does not fit beside
     the engine's weights.
@@ -85,6 +88,10 @@ def memory_plan(
     free_gb = free_memory_gb(world)
     attention = choose_attention(machine.attention, world.device, machine.compile, dtype)
     machine = replace(machine, attention=attention)
+    has_shares = machine.compile and not machine.gradient_checkpointing and not rollout.eval_only
+    chooses_share = has_shares and machine.activation_memory == "auto"
+    if machine.activation_memory == "auto":
+        machine = replace(machine, activation_memory=1.0)
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
     run = _PlannedRun(
         rollout,
@@ -107,6 +114,10 @@ def memory_plan(
         )
         chosen_flags.append(f"--engine-memory {cache_size_gib:g}")
     with_cache = replace(rollout, engine_memory=cache_size_gib)
+    if chooses_share:
+        share = cheapest_share(run.phases, with_cache, machine, world.size, room, most_tokens)
+        machine = replace(machine, activation_memory=share)
+        run = replace(run, machine=machine)
     tokens = machine.micro_batch_tokens or most_tokens
     if run.chooses_tokens:
         tokens = fitting_micro_batch(run.phases, with_cache, machine, world.size, room, most_tokens)
@@ -116,22 +127,32 @@ def memory_plan(
     text = describe(gb, free_gb, rollout)
     if chosen_flags:
         text += f"; {' and '.join(chosen_flags)} chosen to fit into {ROOM:.0%} of what is free"
+    if chooses_share:
+        text += f"\n{describe_share(machine.activation_memory, gb['update'], room, free_gb)}"
     check_cache(gb, free_gb)
-    limit = room if run.chooses_tokens else free_gb  # a user's own sizes may use all that is free
+    # a user's own sizes may use all that is free
+    limit = room if run.chooses_tokens or chooses_share else free_gb
+    plan = MemoryPlan(
+        text=text,
+        micro_batch_tokens=tokens,
+        activation_memory=machine.activation_memory,
+        engine_memory=cache_size_gib,
+        free_gb=free_gb,
+        update_gb=gb["update"],
+    )
     too_large = [phase for phase in PHASES if gb[phase] > limit]
     if not too_large:
-        return MemoryPlan(text, tokens, cache_size_gib, free_gb, gb["update"])
+        return plan
 
     advice = run.advice(has_reference=gb["reference"] > 0, limit=limit, tokens=tokens)
     phase_names = " and the ".join(too_large)
     if on_gpu or not run.chooses_tokens:
-        text += f"\nwarning: the {phase_names} may not fit; {advice}"
-        return MemoryPlan(text, tokens, cache_size_gib, free_gb, gb["update"])
+        return replace(plan, text=f"{text}\nwarning: the {phase_names} may not fit; {advice}")
     refusal = f"the {phase_names} would not fit into {ROOM:.0%} of what is free"
     if gb["update"] > limit:
         refusal += f", even with one episode of {longest(rollout)} tokens at a time"
     refusal += f"; {advice}; --micro-batch-tokens {tokens} tries it all the same"
-    return MemoryPlan(text, tokens, cache_size_gib, free_gb, gb["update"], refusal)
+    return replace(plan, refusal=refusal)
 
 
 @dataclass(frozen=True)
@@ -265,6 +286,14 @@ def describe(gb: dict[str, float], free_gb: float, rollout: Rollout) -> str:
         text += f"; update {gb['update']:.1f} (gradients {gb['gradients']:.1f}"
         text += f", activations {gb['activations']:.1f}, gathered {gb['gathered']:.1f})"
     return text
+
+
+def describe_share(share: float, update_gb: float, room_gb: float, free_gb: float) -> str:
+    """What --activation-memory auto became."""
+    if update_gb > room_gb:
+        return f"--activation-memory auto: {share:g}, the least; the update does not fit with it"
+    left_gb = free_gb - update_gb
+    return f"--activation-memory auto: {share:g}, with which the update leaves {left_gb:.1f} GB"
 
 
 def no_rollout(longest_episode: int) -> Rollout:

@@ -304,15 +304,21 @@ def test_adapted_layers_are_compiled_once(tmp_path, world, graphs, compiler):
 
 
 @pytest.mark.parametrize(
-    "compiles, checkpointing, reason",
-    [(False, False, "--compile"), (True, True, "no --gradient-checkpointing, which keeps less")],
+    "share, compiles, checkpointing, reason",
+    [
+        (0.5, False, False, "--compile"),
+        ("auto", False, False, "--compile"),
+        (0.5, True, True, "no --gradient-checkpointing, which keeps less"),
+    ],
 )
-def test_a_share_of_activations_needs_compiled_layers(compiles, checkpointing, reason, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["grpo.py", "--activation-memory", "0.5"])
-    machine = Machine(activation_memory=0.5, gradient_checkpointing=checkpointing)
+def test_a_share_of_activations_needs_compiled_layers(
+    share, compiles, checkpointing, reason, monkeypatch
+):
+    monkeypatch.setattr("sys.argv", ["grpo.py", "--activation-memory", str(share)])
+    machine = Machine(activation_memory=share, gradient_checkpointing=checkpointing)
     with pytest.raises(SystemExit) as refusal:
         check_activation_memory(machine, compiles)
-    assert str(refusal.value) == f"--activation-memory 0.5 has no effect: needs {reason}"
+    assert str(refusal.value) == f"--activation-memory {share} has no effect: needs {reason}"
     check_activation_memory(replace(machine, gradient_checkpointing=False), compiles=True)
 
 

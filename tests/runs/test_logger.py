@@ -559,6 +559,7 @@ def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, worl
         attention="sdpa",
         compile=False,
         micro_batch_tokens=64,
+        activation_memory=0.7,
         engine_memory=0.0,
     )
     checkpoints = SimpleNamespace(resumes_own=False, warn_if_large=lambda: None)
@@ -567,6 +568,7 @@ def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, worl
     assert config["args"]["model"] == "org/model@main/checkpoint-1"
     assert config["chosen"].get("model_commit", "") == commit
     assert config["chosen"]["micro_batch_tokens"] == 64
+    assert config["chosen"]["activation_memory"] == 0.7
     assert config["chosen"]["compile"] is False
 
 
