@@ -216,6 +216,7 @@ def refuse_threads() -> None:
 
 
 def import_all() -> None:
+    gc.disable()  # imports leave little to collect
     for path in sorted(ROOT.glob("common/**/[!_]*.py")):
         importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     for name in MODULES.split():
@@ -228,8 +229,8 @@ def import_all() -> None:
     importlib.import_module(
         "common.assets.build.tiny"
     ).rl_problems()  # the demo's rows, which most runs write for themselves
-    gc.collect()
     gc.freeze()  # a collection in a rank need not walk, and so copy, all that was imported
+    gc.enable()
 
 
 def die_with_parent(parent: int) -> None:

@@ -89,8 +89,12 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
 @pytest.mark.parametrize(
     "change, told",
     [
-        (["--lora-rank", 8], "is of another LoRA, [4, 32.0, 'all'] and not [8,"),
         ([], "another base"),
+        pytest.param(
+            ["--lora-rank", 8],
+            "is of another LoRA, [4, 32.0, 'all'] and not [8,",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_resume_with_other_adapters_or_another_base_is_refused(whole, tmp_path, change, told):
