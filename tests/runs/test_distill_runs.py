@@ -93,7 +93,7 @@ def test_a_run_learns_from_its_teacher_and_from_the_data_set(whole):
     check_run(*whole)
 
 
-@pytest.mark.slow  # by default test_grpo_runs.py and test_vision_runs.py sample by vLLM on two ranks
+@pytest.mark.slow  # by default test_grpo_runs.py samples by vLLM on two ranks
 def test_a_run_with_vllm_and_its_resume(rows, tmp_path):
     options = [*OPTIONS, *TAUGHT, "--engine", "vllm", *LITTLE_CACHE]
     options += ["--train-data", rows, "--eval-data", rows]
