@@ -139,6 +139,7 @@ def test_a_resume_equals_an_uninterrupted_run(whole, rows, tmp_path):
     assert exports[0].read_bytes() == exports[1].read_bytes()
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py replays
 def test_replay_repeats_an_update_bit_for_bit(whole, rows, tmp_path):
     folder, _ = whole
     taught = [flag for flag in TAUGHT if flag != "--eval-teacher"]
@@ -159,6 +160,7 @@ def test_a_replay_needs_the_prompts_that_the_teacher_read(column, prompt):
     check_replayed_prompts([episode], Path("dump"), "hint" if prompt else None)
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py has another reference
 def test_another_teacher_is_refused_by_a_resume(whole, rows, tmp_path):
     options = [*OPTIONS, "--teacher", "tiny", "--engine", "hf"]
     options += ["--train-data", rows, "--eval-data", rows]

@@ -145,9 +145,8 @@ def test_engines_are_exact_with_experts_and_without_a_class_of_vllm(
 @pytest.mark.parametrize(
     "two_ranks",
     [
-        ["--micro-batch-tokens", 100],
-        # by default test_sft_runs.py does
-        pytest.param(["--strategy", "ddp"], marks=pytest.mark.slow),
+        ["--strategy", "ddp", "--micro-batch-tokens", 100],
+        pytest.param(["--micro-batch-tokens", 100], marks=pytest.mark.slow),
     ],
 )
 def test_ranks_and_strategies_take_the_same_first_step(two_ranks, tmp_path):

@@ -86,15 +86,12 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
         assert (folder / file).read_bytes() == (whole[0] / file).read_bytes()
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py has another reference
 @pytest.mark.parametrize(
     "change, told",
     [
+        (["--lora-rank", 8], "is of another LoRA, [4, 32.0, 'all'] and not [8,"),
         ([], "another base"),
-        pytest.param(
-            ["--lora-rank", 8],
-            "is of another LoRA, [4, 32.0, 'all'] and not [8,",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_a_resume_with_other_adapters_or_another_base_is_refused(whole, tmp_path, change, told):

@@ -182,6 +182,7 @@ def test_rows_that_are_trained_turn_by_turn_count_once_and_resume_exactly(rewrit
     assert losses[0] == pytest.approx(losses[1], rel=2e-4)
 
 
+@pytest.mark.slow  # by default test_grpo_engines.py and test_vision.py do, each a part of it
 def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
     records = {}
     for name, ranks, extra in (
@@ -229,10 +230,11 @@ def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
     "dtype, bound, pairs",
     [
         ("float64", 1e-10, ["--pairs"]),
-        pytest.param("float64", 1e-10, [], marks=pytest.mark.slow),
-        pytest.param("float32", 1e-5, [], marks=pytest.mark.slow),
+        ("float64", 1e-10, []),
+        ("float32", 1e-5, []),
     ],
 )
+@pytest.mark.slow  # by default test_vision.py compares gradients with those of single trajectories
 def test_the_gradient_of_mixed_rows_is_the_sum_of_the_rows_gradients(
     mixed, tmp_path, dtype, bound, pairs
 ):

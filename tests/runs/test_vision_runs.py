@@ -192,8 +192,8 @@ def test_other_ways_take_a_step_with_pictures(options, exported, tmp_path, scrip
 @pytest.mark.parametrize(
     "engines",
     [
-        [("vllm", "qwen3_vl"), ("hf", "qwen3_5")],
-        pytest.param([("hf", "qwen3_vl")], marks=pytest.mark.slow),
+        [("vllm", "qwen3_vl")],
+        pytest.param([("hf", "qwen3_vl"), ("hf", "qwen3_5")], marks=pytest.mark.slow),
     ],
 )
 def test_engines_sample_from_qwen3_as_its_packs_say(engines, tmp_path):

@@ -150,7 +150,8 @@ def test_a_step_of_grpo(grpo, tmp_path, step):
     assert record["optim/lr"] == pytest.approx(RATE * [1.0, 1 - (1 - FLOOR) / 2][step - 1])
 
 
-@pytest.mark.parametrize("engine", ["vllm", pytest.param("hf", marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default test_sft_runs.py opens an export in vLLM
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
 def test_the_export_scores_the_same_in_vllm_and_transformers(engine, grpo, tmp_path):
     """By itself in both engines what the run's own evaluation measured, after two visible steps."""
     options = ["--eval-only", "--model", grpo / "model", "--eval-rows", 24, "--dtype", "fp32"]
