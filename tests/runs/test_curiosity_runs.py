@@ -1,4 +1,4 @@
-"""curiosity_rl.py as its users run it, on the embedded vision policy: ranks, engines, real crops."""
+"""curiosity_rl.py as its users run it, on the embedded vision policy: ranks, engines, crops."""
 
 import pyarrow.parquet as pq
 import pytest
