@@ -120,7 +120,8 @@ def fn(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.parametrize(
     "script, ranks, steps",  # y: a step's responses are scored; n: none of them
     [
-        ("grpo.py", 2, "ynynnn"),
+        ("grpo.py", 2, "ynnn"),
+        pytest.param("grpo.py", 2, "ynynnn", marks=pytest.mark.slow),
         pytest.param("ppo.py", 0, "ynnn", marks=pytest.mark.slow),
         pytest.param("curiosity_rl.py", 0, "ynnn", marks=pytest.mark.slow),
     ],

@@ -97,7 +97,12 @@ def write_drawing_fork(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "ranks, dtype", [(2, "fp32"), pytest.param(1, "fp16", marks=pytest.mark.slow)]
+    "ranks, dtype",
+    [
+        (0, "fp32"),
+        pytest.param(2, "fp32", marks=pytest.mark.slow),
+        pytest.param(1, "fp16", marks=pytest.mark.slow),
+    ],
 )
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(mixed, tmp_path, ranks, dtype):
     """Of a fork that draws numbers, too: a step is seeded."""
