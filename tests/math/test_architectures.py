@@ -105,25 +105,10 @@ EXPECTED: dict[str, str] = {}
 for expected_outcome, kinds in OUTCOMES.items():
     for kind in kinds.split():
         EXPECTED[kind] = expected_outcome
-EVERY_TIME = [
-    "llama",
-    "gpt2",
-    "gpt_neox",
-    "smollm3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "granite",
-    "lfm2",
-    "qwen3_5_text",
-    "falcon",
-    "mamba",
-    "gptj",
-    "nemotron",
-    "phimoe",
-    "whisper",
-]
+# one of each way to be exact, or to be refused
+EVERY_TIME = ["llama", "gemma2", "gpt_oss", "granite", "lfm2", "qwen3_5_text", "falcon", "mamba"]
+EVERY_TIME += ["gptj", "phimoe", "whisper"]
+OF_A_KIND = ["gpt2", "gpt_neox", "smollm3", "qwen3_moe", "gemma3_text", "nemotron"]
 
 
 def little(kind: str):
@@ -199,7 +184,9 @@ def own_logprobs(model, samples: list[Episode]) -> torch.Tensor:
     return torch.cat(logprobs)
 
 
-@pytest.mark.parametrize("kind", EVERY_TIME)
+@pytest.mark.parametrize(
+    "kind", [*EVERY_TIME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OF_A_KIND)]
+)
 def test_log_probs_are_the_models_own_or_it_is_refused(kind, tmp_path, uncompiled_flex):
     assert EXPECTED[kind] in outcome(kind, tmp_path)
 

@@ -196,12 +196,11 @@ def backward(policy: nn.Module, batch: MicroBatch) -> list[torch.Tensor]:
 
 
 SEEING = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
-OTHER_FAMILIES = [
-    pytest.param(family, 3, marks=pytest.mark.slow)
-    for family in sorted(COMPILED - {"qwen2"} - set(SEEING))
-]
+OTHER_FAMILIES = [(family, 3) for family in sorted(COMPILED - {"qwen2"} - set(SEEING))]
 
 
+# by default test_numerics.py compiles layers, without gradients
+@pytest.mark.slow
 @pytest.mark.parametrize("family, layers", [("qwen2", 2), *OTHER_FAMILIES])
 def test_layers_are_compiled_once_for_packs_of_all_lengths(
     family, layers, tmp_path, world, graphs, compiler

@@ -145,6 +145,7 @@ def test_a_patch_has_its_row_on_the_page(name):
     assert len(rows) == 1 and script_of(name) in rows[0]
 
 
+@pytest.mark.slow  # by default test_invariance.py splits the scripts that are patched
 def test_gradients_do_not_depend_on_the_split(folder, tmp_path):
     """Of all forks in one launch: two ranks, micro-batches of 45 tokens."""
     assert sorted(FLAGS) == NAMES

@@ -82,6 +82,7 @@ def test_packed_trajectories_have_the_logprobs_of_single_ones(
     assert relative_l2([packed], [single]) < 1e-5
 
 
+@pytest.mark.slow  # by default test_numerics.py has flex attention in packs of text
 @torch.no_grad()
 def test_flex_attention_reads_pictures_too(policy, folder, vision, eager_compiler):
     """Under its own name transformers would refuse it to Qwen2.5-VL."""

@@ -196,7 +196,10 @@ def test_an_optimizer_step_reads_two_values_at_most(name, tiny_config, world):
     assert waits.num_reads <= 2
 
 
-@pytest.mark.parametrize("kind, num_bounds", [("qwen2_5_vl", 2), ("qwen3_vl", 1)])
+@pytest.mark.parametrize(
+    "kind, num_bounds",
+    [("qwen2_5_vl", 2), pytest.param("qwen3_vl", 1, marks=pytest.mark.slow)],
+)
 def test_a_vision_tower_reads_the_bounds_of_pictures_once(kind, num_bounds, tmp_path, monkeypatch):
     """For all of its layers; Qwen2.5-VL's have the bounds of windows or those of frames."""
     folder = str(write_tiny_vl(tmp_path, kind=kind))

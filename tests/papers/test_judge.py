@@ -260,7 +260,7 @@ def test_a_body_is_bounded(body, serve):
     assert server.asked.count("other") == TRIES
 
 
-@pytest.mark.parametrize("fault", ["maybe", 500, 400, b"[]"])
+@pytest.mark.parametrize("fault", ["maybe", pytest.param(500, marks=pytest.mark.slow), 400, b"[]"])
 def test_a_case_without_a_verdict_is_told_and_the_others_are_judged(fault, serve):
     def behave(number, answer):
         time.sleep(0.01)
@@ -524,7 +524,7 @@ def test_an_outage_beyond_the_deadline_leaves_responses_without_a_score(serve, w
     )
 
 
-@pytest.mark.parametrize("fault", ["hangs", 503])
+@pytest.mark.parametrize("fault", ["hangs", pytest.param(503, marks=pytest.mark.slow)])
 def test_an_outage_holds_all_responses_of_a_step_up_once(fault, serve, workers):
     """Four times 64 calls take the time of 64. In the next step it is back."""
     is_back = threading.Event()

@@ -34,7 +34,7 @@ def save(folder, step, world, keep=1, best=False, seed=0):
     save_checkpoint(folder, step, trained(seed), world, state={"best": 0.5}, keep=keep, best=best)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_two_ranks_then_one_then_two_have_the_same_bits(tmp_path, kind):
     """Weights, moments and the position in the data, as they are loaded."""
     worker = ROOT / "tests" / "workers" / "reshard.py"

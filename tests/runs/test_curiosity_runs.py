@@ -1,5 +1,4 @@
-"""curiosity_rl.py as its users run it, on the embedded vision policy: real torchrun ranks, real
-vLLM, real crops."""
+"""curiosity_rl.py as its users run it, on the embedded vision policy: ranks, engines, crops."""
 
 import pyarrow.parquet as pq
 import pytest
@@ -8,6 +7,7 @@ from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, steps
 FEW_ROWS = [ROOT / "tests" / "workers" / "few_rows.py", "curiosity_rl.py"]
 SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 2, "--eval-rows", 4, "--tool-workers", 2]
 SIZES += ["--max-response-tokens", 96, *LITTLE_CACHE]
+HF = ["--engine", "hf"]
 STEPS = [
     "--total-steps",
     2,
@@ -24,7 +24,7 @@ STEPS = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_script(*FEW_ROWS, *SIZES, *STEPS, "--output-dir", folder, ranks=2)
+    run_script(*FEW_ROWS, *SIZES, *STEPS, *HF, "--output-dir", folder, ranks=2)
     return folder
 
 
@@ -37,7 +37,8 @@ def rows_of(folder, step: int) -> list[dict]:
     return pq.read_table(folder / f"rollouts/step_{step:06d}.parquet").to_pylist()
 
 
-def test_the_demo_looks_and_is_rewarded(whole):
+def check_demo(whole) -> None:
+    """It looks, and is rewarded for that."""
     steps = steps_of(whole)
     assert sorted(steps) == [0, 1, 2]
     for step in (1, 2):
@@ -65,11 +66,21 @@ def test_the_demo_looks_and_is_rewarded(whole):
     assert kinds == {True, False}, "groups that the filter drops, and others"
 
 
+def test_the_demo_looks_and_is_rewarded(whole):
+    check_demo(whole)
+
+
+@pytest.mark.slow  # by default test_vision_runs.py samples beside crops by vLLM
+def test_the_demo_looks_and_is_rewarded_with_vllm(tmp_path):
+    run_script(*FEW_ROWS, *SIZES, *STEPS, "--output-dir", tmp_path, ranks=2)
+    check_demo(tmp_path)
+
+
 def test_a_resume_equals_an_uninterrupted_run(whole, tmp_path):
     """The last step, again from the checkpoint before it."""
     before = whole / "checkpoints/step_000001"
     options = [*data_of(whole), "--resume", before, "--output-dir", tmp_path]
-    run_script("curiosity_rl.py", *SIZES, *STEPS, *options, ranks=2)
+    run_script("curiosity_rl.py", *SIZES, *STEPS, *HF, *options, ranks=2)
     assert steps_of(tmp_path) == {2: steps_of(whole)[2]}
     assert steps_of(whole)[2]["optim/grad_norm"] > 0
     weights = [
@@ -84,6 +95,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
         "curiosity_rl.py",
         *SIZES,
         *STEPS,
+        *HF,
         *data_of(whole),
         "--output-dir",
         tmp_path / "killed",
@@ -123,6 +135,6 @@ def test_by_torchrun(whole, tmp_path):
 def test_replay_of_a_dump_repeats_its_update(whole, tmp_path):
     dump, before = whole / "rollouts/step_000002.parquet", whole / "checkpoints/step_000001"
     replay = ["--replay", dump, "--resume", before, *data_of(whole), "--output-dir", tmp_path]
-    run_script("curiosity_rl.py", *SIZES, *STEPS, *replay, ranks=2)
+    run_script("curiosity_rl.py", *SIZES, *STEPS, *HF, *replay, ranks=2)
     names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean")
     assert [steps_of(tmp_path)[2][n] for n in names] == [steps_of(whole)[2][n] for n in names]

@@ -216,6 +216,7 @@ def test_what_replaces_flat_groups_does_not_depend_on_who_was_faster(tmp_path):
 def test_replay_repeats_an_update_bit_for_bit(whole, tmp_path):
     replay = ["--resume", whole / "checkpoints/step_000002", "--output-dir", tmp_path / "replay"]
     replay += ["--replay", whole / "rollouts/step_000003.parquet", *data_of(whole)]
+    replay += ["--engine", "hf"]  # which evaluates alone
     run_script("grpo.py", *OPTIONS, *replay, ranks=2)
     assert micro_batch_tokens(tmp_path / "replay") == 256, "another folder takes them, too"
     weights = [

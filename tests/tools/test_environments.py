@@ -35,7 +35,7 @@ def open_turns(tokenizer, tmp_path):
     own."""
     opened = []
 
-    def start(environment=None, tools="", timeout_s=20.0, workers=2, **limits):
+    def start(environment=None, tools="", timeout_s=20.0, workers=1, **limits):
         def file(text, name):
             path = tmp_path / f"{name.lower()}_{len(opened)}.py"
             path.write_text(textwrap.dedent(text))

@@ -1434,6 +1434,7 @@ def test_a_server_that_hangs_gives_way_to_another(pool):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_holds_no_other_up_when_all_end(monkeypatch):
     """Without namespaces a server is waited for; all are told to end before the first one is."""
     monkeypatch.setattr(sandbox, "CLEAN_S", 120)
@@ -1452,6 +1453,7 @@ def test_a_server_that_hangs_holds_no_other_up_when_all_end(monkeypatch):
     assert hangs.poll() is not None
 
 
+@pytest.mark.slow
 def test_unconfined_programs_end_with_their_trajectory_and_leave_nothing():
     """A process in a session of its own, and the folder: after each trajectory, and after the
     last."""
