@@ -65,10 +65,11 @@ def ask(python: str, program: str, processes: int) -> dict:
 
 def merge(answers: dict, others: dict) -> None:
     """Fill in the splits that need another number of processes."""
-    for name, by_split in others["objectives"].items():
-        for split, answer in by_split.items():
-            if answer != OTHER_RANKS:
-                answers["objectives"][name][split] = answer
+    for part in ("objectives", "defaults"):
+        for name, by_split in others.get(part, {}).items():
+            for split, answer in by_split.items():
+                if answer != OTHER_RANKS:
+                    answers[part][name][split] = answer
 
 
 def ask_library(python: str, program: str, numbers: list[int]) -> dict:

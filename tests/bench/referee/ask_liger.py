@@ -13,7 +13,12 @@ from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss, LigerFusedLinear
 from oracle import group_advantages
 from torch import Tensor
 
+UNEQUAL_SIZES = "its mean is that of a micro-batch, and in TRL's loop all have one size"
 LOSS_TYPES = {"tokens": "dapo", "sequences": "grpo", "constant": "dr_grpo"}
+
+
+def has_unequal_sizes(split: Split) -> bool:
+    return len({len(sequences) for micro_batches in split for sequences in micro_batches}) > 1
 
 
 def ask(
@@ -55,10 +60,17 @@ def ask(
         has_global_count = objective.mean == "tokens" and not by_default
         return loss if has_global_count else loss / len(split[rank])
 
+    if (objective.mean != "tokens" or by_default) and has_unequal_sizes(split):
+        return UNEQUAL_SIZES
     return averaged_over_ranks(batch, split, loss_of)
 
 
-def ask_divergence(batch: Batch, kind: str, beta: float, split: Split) -> tuple[float, Tensor]:
+def ask_divergence(
+    batch: Batch, kind: str, beta: float, split: Split
+) -> tuple[float, Tensor] | str:
+    """It has no number of items: a loss is the mean over a micro-batch."""
+    if has_unequal_sizes(split):
+        return UNEQUAL_SIZES
     beta = {"reverse-kl": 1.0, "forward-kl": 0.0}.get(kind, beta)
     criterion = LigerFusedLinearJSDLoss(
         weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False

@@ -7,6 +7,7 @@ the shuffle; the gradient is read after DDP has averaged it, before the optimize
 
 import os
 import tempfile
+from functools import partial
 
 import torch
 from answers import (
@@ -120,8 +121,11 @@ class Gradient(TrainerCallback):
         self.table_grad = model.get_parameter("model.table").grad.clone()
 
 
-def train(batch: Batch, name: str, micro_batches: list[list[int]]) -> tuple[FrozenTrainer, Tensor]:
-    """A step of the trainer on this rank's micro-batches, all of one size; and its gradient."""
+def train(
+    batch: Batch, name: str, micro_batches: list[list[int]], by_default: bool = False
+) -> tuple[FrozenTrainer, Tensor]:
+    """A step of the trainer on this rank's micro-batches, all of one size; and its gradient.
+    by_default: with the `loss_type` of GRPOConfig."""
     objective = OBJECTIVES[name]
     options = {"loss_type": LOSS_TYPES[objective.mean], "epsilon_high": objective.clip_high}
     if objective.loss == "cispo":
@@ -129,6 +133,8 @@ def train(batch: Batch, name: str, micro_batches: list[list[int]]) -> tuple[Froz
         options = {"loss_type": "cispo", "epsilon_high": 1 + objective.clip_high}
     if objective.loss == "gspo":
         options["importance_sampling_level"] = "sequence"
+    if by_default:
+        del options["loss_type"]
     reader = Gradient()
     prompts = InMemoryTable.from_pydict({"prompt": ["0"] * SEQUENCES})
     with tempfile.TemporaryDirectory() as folder:
@@ -164,12 +170,14 @@ def train(batch: Batch, name: str, micro_batches: list[list[int]]) -> tuple[Froz
     return trainer, reader.table_grad
 
 
-def ask(batch: Batch, name: str, split: Split) -> tuple[float, Tensor] | str:
+def ask(
+    batch: Batch, name: str, split: Split, by_default: bool = False
+) -> tuple[float, Tensor] | str:
     if len(split) != RANKS:
         return "asked with another number of processes"
     if len({len(sequences) for micro_batches in split for sequences in micro_batches}) > 1:
         return "per_device_train_batch_size is one number"
-    trainer, gradient = train(batch, name, split[RANK])
+    trainer, gradient = train(batch, name, split[RANK], by_default)
     loss = trainer.accelerator.gather(torch.tensor([sum(trainer.losses)])).mean().item()
     return loss, gradient
 
@@ -234,7 +242,10 @@ def num_trained(batch: Batch) -> Tensor:
 if __name__ == "__main__":
     # sequences stay in the micro-batches of the split
     grpo_trainer.shuffle_sequence_dict = lambda batch: batch
-    results = {"objectives": answer(ask)}
+    results = {
+        "objectives": answer(ask),
+        "defaults": answer(partial(ask, by_default=True), ["GSPO"]),
+    }
     if RANKS == 1:
         results["advantages"] = advantages(frozen_batch())
         results["divergences"] = {

@@ -23,7 +23,7 @@ from oracle import group_advantages
 from torch import Tensor
 from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
 from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage, get_policy_loss_fn
-from verl.workers.config import FSDPActorConfig
+from verl.workers.config import DistillationLossConfig, FSDPActorConfig
 
 AGGREGATIONS = {
     "tokens": "token-mean",
@@ -81,12 +81,16 @@ def ask(batch: Batch, name: str, split: Split, by_default: bool = False) -> tupl
 
 
 def ask_divergence(
-    batch: Batch, kind: str, beta: float, split: Split, clamp: float | None = None
+    batch: Batch, kind: str, beta: float, split: Split, clamps: bool = False
 ) -> tuple[float, Tensor] | str:
-    """`forward_kl_topk`, of all words, as a supervised loss; clamp: `log_prob_min_clamp`."""
+    """`forward_kl_topk`, of all words, as a supervised loss. clamps: with the two of
+    DistillationLossConfig, of log-probs from below and of a token's loss from above."""
     if kind != "forward-kl":
         return "forward_kl_topk is its only divergence of distributions"
-    loss_config = SimpleNamespace(log_prob_min_clamp=clamp, use_chunked_topk=False)
+    without = {} if clamps else {"log_prob_min_clamp": None, "loss_max_clamp": None}
+    loss_config = DistillationLossConfig(
+        loss_mode="forward_kl_topk", topk=WORDS, use_policy_gradient=False, **without
+    )
     config = SimpleNamespace(distillation_loss=loss_config)
 
     def loss_of(table: Tensor, sequences: list[int], split: Split, rank: int) -> Tensor:
@@ -104,9 +108,12 @@ def ask_divergence(
         )
         losses = torch.zeros(masks.shape, dtype=torch.float64)
         losses = losses.masked_scatter(flat, outputs["distillation_losses"].double())
-        # verl/trainer/distillation/losses.py: clamp_min, then agg_loss
+        # verl/trainer/distillation/losses.py: `compute_forward_kl_topk`, `distillation_loss`
+        losses = losses.clamp_min(0.0)
+        if loss_config.loss_max_clamp is not None:
+            losses = losses.clamp(-loss_config.loss_max_clamp, loss_config.loss_max_clamp)
         return agg_loss(
-            loss_mat=losses.clamp_min(0.0),
+            loss_mat=losses,
             loss_mask=masks.bool(),
             loss_agg_mode="token-mean",
             **global_batch_info(batch, split, None),
@@ -141,7 +148,7 @@ if __name__ == "__main__":
         defaults=answer(partial(ask, by_default=True), ["Dr. GRPO", "GSPO"]),
         divergences={
             "verl": answer_divergences(ask_divergence),
-            "verl, by default": answer_divergences(partial(ask_divergence, clamp=-10.0)),
+            "verl, its clamps": answer_divergences(partial(ask_divergence, clamps=True)),
         },
         advantages=advantages(frozen_batch()),
     )
