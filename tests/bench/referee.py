@@ -65,11 +65,14 @@ def ask(python: str, program: str, processes: int) -> dict:
 
 def merge(answers: dict, others: dict) -> None:
     """Fill in the splits that need another number of processes."""
-    for part in ("objectives", "defaults"):
-        for name, by_split in others.get(part, {}).items():
+    parts = [(answers["objectives"], others["objectives"])]
+    for label, by_name in others.get("variants", {}).items():
+        parts.append((answers["variants"][label], by_name))
+    for own, other in parts:
+        for name, by_split in other.items():
             for split, answer in by_split.items():
                 if answer != OTHER_RANKS:
-                    answers[part][name][split] = answer
+                    own[name][split] = answer
 
 
 def ask_library(python: str, program: str, numbers: list[int]) -> dict:
@@ -127,12 +130,11 @@ def print_reasons(rows: dict[str, dict]) -> None:
 def draw(kept: dict[str, dict]) -> None:
     rows = {}
     divergences = {}
-    advantages = [["advantages", "largest difference", "where all scores are equal"]]
+    advantages = [["advantages", "difference", "largest where all scores are equal"]]
     for answers in kept.values():
         library = answers["library"]
         rows[library] = answers["objectives"]
-        if "defaults" in answers:
-            rows[f"{library}, by default"] = answers["defaults"]
+        rows |= answers.get("variants", {})
         divergences |= answers.get("divergences", {})
         if "advantages" in answers:
             numbers = answers["advantages"]

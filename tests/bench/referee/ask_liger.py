@@ -1,7 +1,8 @@
 """Liger's LigerFusedLinearGRPOLoss on a CPU, uncompiled.
 
-Liger has no trainer: the loop is TRL's before 1.16, which divided the means of a micro-batch by the
-number of micro-batches, and gave the number of items of all of them.
+Liger has no trainer. The loop is TRL's: what is a mean over a micro-batch is divided by their number
+(lines 3153 to 3167 of TRL 1.16's grpo_trainer.py), and losses that take one get the number of items
+of all ranks' micro-batches.
 """
 
 from functools import partial
@@ -98,6 +99,6 @@ if __name__ == "__main__":
         "Liger",
         ["liger-kernel", "torch"],
         objectives=answer(ask),
-        defaults=answer(partial(ask, by_default=True), tokens),
+        variants={"Liger, no num_items": answer(partial(ask, by_default=True), tokens)},
         divergences={"Liger": answer_divergences(ask_divergence)},
     )

@@ -244,7 +244,9 @@ if __name__ == "__main__":
     grpo_trainer.shuffle_sequence_dict = lambda batch: batch
     results = {
         "objectives": answer(ask),
-        "defaults": answer(partial(ask, by_default=True), ["GSPO"]),
+        "variants": {
+            "TRL, default loss_type": answer(partial(ask, by_default=True), ["GSPO"]),
+        },
     }
     if RANKS == 1:
         results["advantages"] = advantages(frozen_batch())

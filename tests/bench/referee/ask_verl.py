@@ -145,10 +145,13 @@ if __name__ == "__main__":
         "verl",
         ["verl", "torch"],
         objectives=answer(ask),
-        defaults=answer(partial(ask, by_default=True), ["Dr. GRPO", "GSPO"]),
+        variants={
+            "verl, default scale": answer(partial(ask, by_default=True), ["Dr. GRPO"]),
+            "verl, default aggregation": answer(partial(ask, by_default=True), ["GSPO"]),
+        },
         divergences={
             "verl": answer_divergences(ask_divergence),
-            "verl, its clamps": answer_divergences(partial(ask_divergence, clamps=True)),
+            "verl, default clamps": answer_divergences(partial(ask_divergence, clamps=True)),
         },
         advantages=advantages(frozen_batch()),
     )
