@@ -1,8 +1,8 @@
 """Liger's LigerFusedLinearGRPOLoss on a CPU, uncompiled.
 
-Liger has no trainer. The loop is TRL's: what is a mean over a micro-batch is divided by their number
-(lines 3153 to 3167 of TRL 1.16's grpo_trainer.py), and losses that take one get the number of items
-of all ranks' micro-batches.
+Liger has no trainer. The loop is TRL's: what is a mean over a micro-batch is divided by their
+number (lines 3153 to 3167 of TRL 1.16's grpo_trainer.py), and losses that take one get the number
+of items of all ranks' micro-batches.
 """
 
 from functools import partial

@@ -195,8 +195,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def ask_gkd(batch: Batch, kind: str, beta: float, split: Split) -> tuple[float, Tensor]:
-    """`GKDTrainer.generalized_jsd_loss`, with the number of items that `Trainer` hands to its
-    `compute_loss`: of all micro-batches and ranks, divided by the ranks."""
+    """`GKDTrainer.generalized_jsd_loss`, with a number of items of all micro-batches and ranks,
+    divided by the ranks, as DistillationTrainer has it."""
     beta = {"reverse-kl": 1, "forward-kl": 0}.get(kind, beta)
 
     def loss_of(table: Tensor, sequences: list[int], split: Split, rank: int) -> Tensor:
@@ -251,7 +251,7 @@ if __name__ == "__main__":
     if RANKS == 1:
         results["advantages"] = advantages(frozen_batch())
         results["divergences"] = {
-            "TRL, GKDTrainer": answer_divergences(ask_gkd),
+            "TRL, generalized_jsd_loss": answer_divergences(ask_gkd),
             "TRL, DistillationTrainer": answer_divergences(ask_distillation),
         }
     print_answers("TRL", ["trl", "transformers", "torch"], **results)
