@@ -29,6 +29,7 @@ from common.command_line import (
     help_screen,
     refuse_broken_line,
     refuse_idle,
+    switches,
     title_and_commands,
     typed_flags,
 )
@@ -307,7 +308,9 @@ def parse(
         refuse_broken_line(sys.argv[1:])
         script_flags = {flag(name) for name in flat(args_class())}
         rollout_flags = {flag(item.name) for item in fields(Rollout)}
-        refuse_foreign_flags(sys.argv[1:], script_flags, rollout_flags)
+        refuse_foreign_flags(
+            sys.argv[1:], script_flags, rollout_flags, switches=switches(args_class())
+        )
         arguments = ["--help" if word == "--help-all" else word for word in sys.argv[1:]]
         try:
             args = tyro.cli(
