@@ -264,6 +264,7 @@ def main(args: Args, demo: bool = False) -> None:
     total_steps = args.run.total_steps
     if total_steps is None:
         total_steps = steps_of(args.run.total_epochs, len(train_data), args.batch_size)
+    job.leave_if_finished(total_steps)
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
     job.plan_memory(no_rollout(max_tokens), trained=[job.path], frozen=[], most_tokens=8192)
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ class Job:
         check_same(self.world, facts)
         # which ranks share a copy of a model
         self.mesh = make_mesh(self.world, machine.strategy, machine.shard_size)
+        self.record = record
         if record:
             lock_everywhere(self.output_dir, self.world)
 
@@ -205,6 +207,19 @@ class Job:
         self.memory_plan = plan
         self.micro_batch_tokens = plan.micro_batch_tokens
         self.engine_memory = plan.engine_memory
+
+    def leave_if_finished(self, total_steps: int) -> None:
+        """Say so and end, with exit code 0, if the checkpoint has all steps and the run its model/.
+        All ranks call it."""
+        folder = self.output_dir / "model"
+        if not self.record or not self.checkpoint or not (folder / "config.json").is_file():
+            return
+        if read_record(self.checkpoint)["step"] >= total_steps:
+            say(
+                f"nothing left to do: {self.checkpoint} has all {total_steps} steps, {folder} is "
+                "the model; more steps: --total-steps"
+            )
+            raise SystemExit(0)
 
     def open_loader(self, num_rows: int, fingerprint: str) -> RowOrder:
         """The order of the rows, continued from the checkpoint. SystemExit if that has other
@@ -343,9 +358,13 @@ def default_output_dir(script: str, model: str) -> Path:
 
 
 def check_run(run: Run) -> None:
-    """SystemExit for values of --log and --profile-steps that cannot be read."""
+    """SystemExit for values of --log and --profile-steps that cannot be read, and for a tracker
+    that is not installed."""
     with user_errors():
-        tracker_names(run.log)
+        names = tracker_names(run.log)
+    for name in names:
+        if find_spec(name) is None:
+            raise SystemExit(f"--log {run.log}: {name} is not installed: pip install {name}")
     step_range(run.profile_steps)
 
 
@@ -520,6 +539,8 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
         with user_errors(f"--output-dir {output_dir}"):
             refuse_links(output_dir)
             WrittenFiles(output_dir / "model").check()
+        new_folders = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+        at_end.callback(remove_empty, new_folders)  # of a run that is refused
         lock = lock_folder(output_dir, lost=keep_lock)
         at_end.callback(lock.release)
     token = broadcast_object(lock.token if world.is_main else None)
@@ -531,6 +552,12 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
     raise SystemExit(
         f"--output-dir {output_dir}: {socket.gethostname()} does not see what rank 0 writes there"
     )
+
+
+def remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 def keep_lock(loss: LeaseCompromise) -> None:
