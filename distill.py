@@ -116,11 +116,11 @@ from common.types import Episode
 class Args:
     """The divergence and its optimizer. Flags that scripts share are in common/flags.py."""
 
-    # frozen: folder, hub id, tiny-teacher; default: --model, with --teacher-prompt-column
+    # a frozen model: folder, hub id, tiny-teacher; default: --model, with --teacher-prompt-column
     teacher: str | None = None
-    # of student and teacher at each token
+    # what is minimised between student and teacher, at each token
     divergence: Literal["reverse-kl", "forward-kl", "jsd"] = "reverse-kl"
-    # of the jsd: near 0 it is like the forward, near 1 like the reverse KL
+    # of --divergence jsd: near 0 it is like the forward, near 1 like the reverse KL
     jsd_beta: Annotated[float, Gt(0), Lt(1)] = 0.5
     # full: over the vocabulary; sampled: log-ratio of the sampled token as its advantage
     estimator: Literal["full", "sampled"] = "full"
@@ -136,8 +136,8 @@ class Args:
     clip_low: Amount = 0.2  # sampled: ratio is clipped below 1 - this
     clip_high: Amount = 0.2  # sampled: ratio is clipped above 1 + this
     dual_clip: Amount = 3.0  # sampled: loss bound for negative advantages, as a ratio; 0 = off
-    learning_rate: Amount = 1e-6  # peak
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    learning_rate: Amount = 1e-6  # peak of the schedule
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0

@@ -65,8 +65,8 @@ class Args:
     # longest conversation (tokens, pictures included); longer ones are cut at the end
     max_tokens: Count = 1024
     batch_size: Count = 64  # conversations per optimizer step, over all ranks
-    learning_rate: Amount = 1e-5  # peak
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
+    learning_rate: Amount = 1e-5  # peak of the schedule
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # learning rate after warm-up
     warmup_steps: Amount = 0.0  # optimizer steps of linear warm-up; below 1: share of all steps
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
