@@ -209,12 +209,11 @@ class Job:
         self.engine_memory = plan.engine_memory
 
     def leave_if_finished(self, total_steps: int) -> None:
-        """Say so and end, with exit code 0, if the checkpoint has all steps and the run its model/.
-        All ranks call it."""
+        """Say so and end, with exit code 0, if the run's checkpoint has all steps and its model/ is
+        of that checkpoint. All ranks call it together."""
         folder = self.output_dir / "model"
-        if not self.record or not self.checkpoint or not (folder / "config.json").is_file():
-            return
-        if read_record(self.checkpoint)["step"] >= total_steps:
+        is_finished = self.record and is_last_step(self.checkpoint, total_steps, folder)
+        if broadcast_object(is_finished):
             say(
                 f"nothing left to do: {self.checkpoint} has all {total_steps} steps, {folder} is "
                 "the model; more steps: --total-steps"
@@ -439,6 +438,17 @@ def check_headers(folder: Path) -> None:
             safe_open(file, "pt")
         except SafetensorError as error:
             raise ValueError(f"{file.name}: {error}") from error
+
+
+def is_last_step(checkpoint: Path | None, total_steps: int, model: Path) -> bool:
+    """Whether a checkpoint has all steps of its run, and the run's model/ was written after it."""
+    config = model / "config.json"  # the last file of an export
+    if not checkpoint or not config.is_file():
+        return False
+    is_own = checkpoint.resolve().parent.parent == model.resolve().parent
+    has_all_steps = read_record(checkpoint)["step"] >= total_steps
+    is_older = (checkpoint / "trainer.json").stat().st_mtime <= config.stat().st_mtime
+    return is_own and has_all_steps and is_older
 
 
 def read_position(checkpoint: Path) -> dict:

@@ -715,12 +715,21 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, world, capsys):
     checkpoint = tmp_path / "checkpoints/step_000020"
     run = SimpleNamespace(record=True, checkpoint=checkpoint, output_dir=tmp_path)
     Job.leave_if_finished(run, 20)  # without its model/, which the run then writes
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
+    config = tmp_path / "model/config.json"
+    config.parent.mkdir()
+    config.write_text("{}")
     Job.leave_if_finished(run, 21)
-    Job.leave_if_finished(SimpleNamespace(**vars(run) | {"record": False}), 20)  # --eval-only
-    Job.leave_if_finished(SimpleNamespace(**vars(run) | {"checkpoint": None}), 20)
+    evaluation = SimpleNamespace(**vars(run) | {"record": False})
+    Job.leave_if_finished(evaluation, 20)
+    anew = SimpleNamespace(**vars(run) | {"checkpoint": None})
+    Job.leave_if_finished(anew, 20)
+    shutil.copytree(tmp_path / "model", tmp_path / "branch/model")
+    branch = SimpleNamespace(**vars(run) | {"output_dir": tmp_path / "branch"})
+    Job.leave_if_finished(branch, 20)
+    os.utime(config, (1, 1))  # of an earlier end, with fewer steps
+    Job.leave_if_finished(run, 20)
     assert capsys.readouterr().out == ""
+    config.touch()
     with pytest.raises(SystemExit) as end:
         Job.leave_if_finished(run, 20)
     assert end.value.code == 0
