@@ -305,12 +305,12 @@ def parse(
         if first_screen and typed_flags() & {"--help", "-h"}:
             print(help_screen(args_class, doc, first_screen.strip().splitlines()))
             raise SystemExit(0)
-        refuse_broken_line(sys.argv[1:])
         script_flags = {flag(name) for name in flat(args_class())}
         rollout_flags = {flag(item.name) for item in fields(Rollout)}
         refuse_foreign_flags(
             sys.argv[1:], script_flags, rollout_flags, switches=switches(args_class())
         )
+        refuse_broken_line(sys.argv[1:])
         arguments = ["--help" if word == "--help-all" else word for word in sys.argv[1:]]
         try:
             args = tyro.cli(

@@ -92,7 +92,7 @@ def refuse_path(name: str, flag: str) -> None:
         )
     if path.is_file():
         raise SystemExit(f"{flag} {name}: a file; give the folder of a model")
-    if name.startswith(("/", "./", "../")) and not path.exists():
+    if name.startswith(("/", "./", "../", "runs/")) and not path.exists():
         raise SystemExit(f"{flag} {name}: there is no such folder")
 
 

@@ -96,8 +96,10 @@ def draw_run(run: Path, folder: Path, tokenizer: str | None) -> None:
             print(page)
     without_page: list[Path] = []
     for dump in dumps:
-        pages = (dump.with_suffix(".html"), folder / "rollouts" / f"{dump.stem}.html")
-        if dump.is_file() and not any(page.exists() for page in pages):
+        if not dump.is_file() or dump.with_suffix(".html").exists():  # the run has written it
+            continue
+        page = folder / "rollouts" / f"{dump.stem}.html"
+        if not page.exists() or page.stat().st_mtime < dump.stat().st_mtime:
             without_page.append(dump)
     draw_pages(without_page, run, folder, tokenizer)
 

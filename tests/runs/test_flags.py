@@ -607,6 +607,8 @@ def test_a_pasted_command_of_tinyzero_is_answered_at_once(monkeypatch):
     assert answers["data.train_batch_size"].startswith("here --prompts-per-step (")
     assert "GiB" in answers["actor_rollout_ref.rollout.gpu_memory_utilization"]
     assert "tokens, not sequences" in answers["critic.ppo_micro_batch_size"]
+    unset = re.sub("=.*", "=", TINYZERO)  # $BASE_MODEL and its like are not set in this shell
+    assert answers_to(monkeypatch, ppo, unset) == answers
 
 
 def test_a_pasted_command_of_pixel_reasoner_is_answered_at_once(monkeypatch):

@@ -235,7 +235,9 @@ def test_names_of_the_hub(name, parts):
     assert split_hub_id(name) == parts
 
 
-@pytest.mark.parametrize("name", ["/no/such/path", "./no/such/path", "../no-such-path"])
+@pytest.mark.parametrize(
+    "name", ["/no/such/path", "./no/such/path", "../no-such-path", "runs/no-such/model"]
+)
 def test_a_path_is_answered_as_a_path(name, monkeypatch):
     monkeypatch.setattr("common.hub.download", Mock(side_effect=AssertionError("asked the hub")))
     with pytest.raises(SystemExit, match=rf"^--model {re.escape(name)}: there is no such folder$"):
