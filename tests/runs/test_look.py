@@ -84,6 +84,12 @@ def test_a_run_gets_its_curves_and_the_pages_that_it_lacks(run_dir, capsys):
     ]
     look(run_dir / "rollouts/step_000001.parquet")
     assert "step 1" in first.read_text(), "a dump that is named gets its page anew"
+    for time, text in ((1, "step 2"), (None, "of now")):
+        second.write_text("of now")
+        if time is not None:
+            os.utime(second, (time, time))
+        look(run_dir)
+        assert text in second.read_text(), "drawn again only if it is older than its dump"
     assert content(run_dir) == before, "what is looked at stays as it is"
 
 
