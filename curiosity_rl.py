@@ -91,7 +91,7 @@ class Args:
     """Pixel Reasoner's reward, objective and optimizer. Flags that scripts share are in
     common/flags.py."""
 
-    # bonus and cost: the paper's, its code's, neither
+    # bonus for looking, and its cost: the paper's, its code's, neither
     curiosity: Literal["paper", "repo", "none"] = "paper"
     curiosity_alpha: Amount = 0.5  # weight of the bonus
     curiosity_target: Amount = 0.3  # H: no bonus where this share of a group looks
@@ -99,14 +99,14 @@ class Args:
     free_calls: Limit = 1  # N, in the paper: calls that cost nothing
     # baseline and scale of scores
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"
-    # mean over tokens; over sequences; constant length
+    # mean of the loss: over tokens (dapo), over sequences (grpo), by a constant length (dr_grpo)
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this
     clip_high: Amount = 0.35  # ratio is clipped above 1 + this
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
-    learning_rate: Amount = 1e-6  # peak
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    learning_rate: Amount = 1e-6  # peak of the schedule
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
@@ -454,6 +454,7 @@ def main(args: Args, demo: bool = False) -> None:
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
+    job.leave_if_finished(total_steps)
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,

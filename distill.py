@@ -139,8 +139,8 @@ class Args:
     clip_low: Amount = 0.2  # sampled: ratio is clipped below 1 - this
     clip_high: Amount = 0.2  # sampled: ratio is clipped above 1 + this
     dual_clip: Amount = 3.0  # sampled: loss bound for negative advantages, as a ratio; 0 = off
-    learning_rate: Amount = 1e-6  # peak
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    learning_rate: Amount = 1e-6  # peak of the schedule
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
@@ -498,6 +498,7 @@ def main(args: Args, demo: bool = False) -> None:
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
+    job.leave_if_finished(total_steps)
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,

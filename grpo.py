@@ -92,7 +92,7 @@ class Args:
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
     # baseline and scale of scores
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"
-    # mean over tokens; sequences (default of gspo); constant length
+    # mean of the loss: tokens (dapo), sequences (grpo, default of gspo), constant length (dr_grpo)
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this; default of gspo: 3e-4
     # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28); default of gspo: 4e-4
@@ -100,15 +100,16 @@ class Args:
     dual_clip: Amount = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
-    entropy_coef: float = 0.0  # bonus for entropy
-    # weight by trainer / engine probability: TIS (truncate), IcePop, MIS (mask); or drop responses
+    entropy_coef: float = 0.0  # weight of an entropy bonus
+    # of the engine's log-probs: weigh a token by trainer / engine probability, at most HIGH
+    # (truncate: TIS), or 0 outside LOW HIGH (mask: IcePop, MIS); or drop responses (sequence)
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"
-    # truncate: 0 and the largest weight; mask, sequence: outside of it the weight is 0
+    # LOW HIGH of --correction; truncate has no LOW: give 0
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)
     # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
     kl_reward_coef: Amount = 0.0
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
-    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
+    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of --kl-loss-coef; k3-is: times the ratio
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     overlong_buffer: Limit = 0
     mask_truncated: bool = False  # do not train on truncated responses
@@ -118,8 +119,8 @@ class Args:
     oversample: Amount = 1.0
     # added to the score of a right answer, for each tool call that did something
     tool_bonus: Amount = 0.0
-    learning_rate: Amount = 1e-6  # peak
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    learning_rate: Amount = 1e-6  # peak of the schedule
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
@@ -705,6 +706,7 @@ def main(args: Args, demo: bool = False) -> None:
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = num_oversampled(args.rollout.prompts_per_step, args.oversample)
     total_steps = num_steps(args.run, train_data, num_prompts)
+    job.leave_if_finished(total_steps)
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,

@@ -97,7 +97,7 @@ class Args:
     gamma: Share = 1.0  # discount per token
     # GAE's lambda for the advantages; the critic's targets are the plain returns
     gae_lambda: Share = 1.0
-    # mean over tokens; over sequences; constant length
+    # mean of the loss: over tokens (dapo), over sequences (grpo), by a constant length (dr_grpo)
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this
     clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
@@ -105,15 +105,16 @@ class Args:
     value_clip: Amount = 0.5  # values are clipped this far from the old ones; 0 = off
     minibatches: Count = 4  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
-    entropy_coef: float = 0.0  # bonus for entropy
-    # weight by trainer / engine probability: TIS (truncate), IcePop, MIS (mask); or drop responses
+    entropy_coef: float = 0.0  # weight of an entropy bonus
+    # of the engine's log-probs: weigh a token by trainer / engine probability, at most HIGH
+    # (truncate: TIS), or 0 outside LOW HIGH (mask: IcePop, MIS); or drop responses (sequence)
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"
-    # truncate: 0 and the largest weight; mask, sequence: outside of it the weight is 0
+    # LOW HIGH of --correction; truncate has no LOW: give 0
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)
     # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
     kl_reward_coef: Amount = 0.0
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
-    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
+    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of --kl-loss-coef; k3-is: times the ratio
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     overlong_buffer: Limit = 0
     mask_truncated: bool = False  # do not train on truncated responses
@@ -121,10 +122,10 @@ class Args:
     critic_model: str | None = None
     reward_model: str | None = None  # transformers sequence classifier; adds to the rule's score
     reward_model_weight: float = 1.0  # reward: the rule's score + this * the model's
-    learning_rate: Amount = 1e-6  # peak
-    critic_learning_rate: Amount = 1e-5  # peak, of the critic
+    learning_rate: Amount = 1e-6  # peak of the schedule
+    critic_learning_rate: Amount = 1e-5  # peak of the critic's schedule
     critic_warmup_steps: Limit = 0  # first steps, in which the critic is trained alone
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     # steps of linear warm-up; below 1: share of all steps (the policy's: after critic warm-up)
     warmup_steps: Amount = 0.0
     # learning rate that the decay reaches after the last step, as a share of the peak
@@ -667,6 +668,7 @@ def main(args: Args, demo: bool = False) -> None:
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
+    job.leave_if_finished(total_steps)
     check_critic_warmup(args, total_steps)  # again: the steps of --total-epochs are known now
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(

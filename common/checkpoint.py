@@ -246,6 +246,19 @@ class Checkpoints:
                     size += num_bytes
         return size
 
+    def note_if_none_is_due(self, total_steps: int) -> None:
+        """Print a line if --save-every asks for no checkpoint before the last step."""
+        if self.save_every == "epoch":
+            return
+        next_step = total_steps
+        if self.save_every > 0:
+            next_step = self.start - self.start % self.save_every + self.save_every
+        if next_step >= total_steps > self.start:
+            say(
+                f"no checkpoint is due before the end (--save-every {self.save_every}, "
+                f"{total_steps} steps); SIGTERM and Ctrl-C save one"
+            )
+
     def warn_if_large(self) -> None:
         """Print a warning if the disk has no room for all that will be kept."""
         num_kept = self.keep + 2  # the best, and the one being written

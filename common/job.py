@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ class Job:
         check_same(self.world, facts)
         # which ranks share a copy of a model
         self.mesh = make_mesh(self.world, machine.strategy, machine.shard_size)
+        self.record = record
         if record:
             lock_everywhere(self.output_dir, self.world)
 
@@ -228,6 +230,18 @@ class Job:
         if self.machine.activation_memory == "auto":  # a resume takes the same number
             self.identity["activation_memory"] = self.activation_memory
         self.engine_memory = plan.engine_memory
+
+    def leave_if_finished(self, total_steps: int) -> None:
+        """Say so and end, with exit code 0, if the run's checkpoint has all steps and its model/ is
+        of that checkpoint. All ranks call it together."""
+        folder = self.output_dir / "model"
+        is_finished = self.record and is_last_step(self.checkpoint, total_steps, folder)
+        if broadcast_object(is_finished):
+            say(
+                f"nothing left to do: {self.checkpoint} has all {total_steps} steps, {folder} is "
+                "the model; more steps: --total-steps"
+            )
+            raise SystemExit(0)
 
     def open_loader(self, num_rows: int, data_fingerprint: str) -> RowOrder:
         """The order of the rows, continued from the checkpoint. SystemExit if the checkpoint is of
@@ -382,9 +396,13 @@ def default_output_dir(script: str, model: str) -> Path:
 
 
 def check_run(run: Run) -> None:
-    """SystemExit for values of --log and --profile-steps that cannot be read."""
+    """SystemExit for values of --log and --profile-steps that cannot be read, and for a tracker
+    that is not installed."""
     with user_errors():
-        tracker_names(run.log)
+        names = tracker_names(run.log)
+    for name in names:
+        if find_spec(name) is None:
+            raise SystemExit(f"--log {run.log}: {name} is not installed: pip install {name}")
     step_range(run.profile_steps)
 
 
@@ -462,6 +480,17 @@ def check_headers(folder: Path) -> None:
                 pass
         except SafetensorError as error:
             raise ValueError(f"{file.name}: {error}") from error
+
+
+def is_last_step(checkpoint: Path | None, total_steps: int, model: Path) -> bool:
+    """Whether a checkpoint has all steps of its run, and the run's model/ was written after it."""
+    config = model / "config.json"  # the last file of an export
+    if not checkpoint or not config.is_file():
+        return False
+    is_own = checkpoint.resolve().parent.parent == model.resolve().parent
+    has_all_steps = read_record(checkpoint)["step"] >= total_steps
+    is_older = (checkpoint / "trainer.json").stat().st_mtime <= config.stat().st_mtime
+    return is_own and has_all_steps and is_older
 
 
 def read_position(checkpoint: Path) -> dict:
@@ -577,6 +606,8 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
         with user_errors(f"--output-dir {output_dir}"):
             refuse_links(output_dir)
             WrittenFiles(output_dir / "model").check()
+        new_folders = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+        at_end.callback(remove_empty, new_folders)  # of a run that is refused
         lock = lock_folder(output_dir, lost=keep_lock)
         at_end.callback(lock.release)
     token = broadcast_object(lock.token if world.is_main else None)
@@ -588,6 +619,12 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
     raise SystemExit(
         f"--output-dir {output_dir}: {socket.gethostname()} does not see what rank 0 writes there"
     )
+
+
+def remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 def keep_lock(loss: LeaseCompromise) -> None:

@@ -240,6 +240,8 @@ def open_logger(
             "more did not fit"
         )
     checkpoints.warn_if_large()
+    if not config.get("replay"):
+        checkpoints.note_if_none_is_due(total_steps)
     return logger
 
 

@@ -274,18 +274,24 @@ def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:
 
 def describe(gb: dict[str, float], free_gb: float, rollout: Rollout) -> str:
     """The plan in a sentence, without the phases that a run does not have."""
-    text = f"memory of a rank (GB, estimated; {free_gb:.1f} are free): weights {gb['weights']:.1f}"
-    text += f" (reference {gb['reference']:.1f}), Adam {gb['Adam']:.1f}"
+    phases: list[str] = []
     if not rollout.replay:
-        text += f"; rollout {gb['rollout']:.1f} (engine {gb['engine']:.1f}"
+        text = f"rollout {gb['rollout']:.1f} GB (engine {gb['engine']:.1f}"
         text += f", KV cache {gb['KV cache']:.1f} by --engine-memory"
-        text += f", work space {gb['workspace']:.1f})"
+        phases.append(f"{text}, work space {gb['workspace']:.1f})")
     if gb["scoring"]:
-        text += f"; reward model {gb['scoring']:.1f}"
+        phases.append(f"reward model {gb['scoring']:.1f} GB")
     if not rollout.eval_only:
-        text += f"; update {gb['update']:.1f} (gradients {gb['gradients']:.1f}"
-        text += f", activations {gb['activations']:.1f}, gathered {gb['gathered']:.1f})"
-    return text
+        text = f"update {gb['update']:.1f} GB (gradients {gb['gradients']:.1f}"
+        text += f", activations {gb['activations']:.1f}"
+        phases.append(f"{text}, gathered {gb['gathered']:.1f})")
+    models = f"weights {gb['weights']:.1f}"
+    if gb["reference"]:
+        models += f" (reference {gb['reference']:.1f})"
+    return (
+        f"needs per rank, estimated: {', '.join(phases)}, each with {models} and Adam "
+        f"{gb['Adam']:.1f}; free {free_gb:.1f} GB"
+    )
 
 
 def describe_share(share: float, update_gb: float, room_gb: float, free_gb: float) -> str:

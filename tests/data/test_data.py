@@ -1030,7 +1030,7 @@ def test_a_step_larger_than_the_data_is_told(rows, warnings, capsys):
     flags = Rollout(prompts_per_step=4, samples_per_prompt=2)
     print_plan(flags, num_rows=rows, prompts_per_step=4, total_steps=6, updates=1)
     said = capsys.readouterr().out.splitlines()
-    assert f"6 steps pass over the data {24 / rows:.2f} times" in said[0]
+    assert f"; 6 steps = {24 / rows:.2f} epochs" in said[0]
     told = (
         f"warning: a step draws 4 prompts of {rows} rows: lower --prompts-per-step, it repeats them"
     )

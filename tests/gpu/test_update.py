@@ -127,7 +127,7 @@ def test_the_rehearsal_proves_the_plan(tmp_path):
     print(line)
     numbers = re.search(r"peak ([\d.]+) GB, planned [\d.]+; ([\d.]+) GB are left", line)
     peak, left = map(float, numbers.groups())
-    (free,) = re.findall(r"estimated; ([\d.]+) are free", done.stdout)
+    (free,) = re.findall(r"; free ([\d.]+) GB", done.stdout)
     assert peak + left == pytest.approx(float(free), abs=0.11)
     assert "out of" not in done.stdout
 

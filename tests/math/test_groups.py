@@ -242,7 +242,7 @@ def test_an_epoch_counts_the_prompts_that_are_drawn(capsys):
     flags = grpo.Rollout(prompts_per_step=4, samples_per_prompt=2)
     print_plan(flags, num_rows=30, prompts_per_step=6, total_steps=10, updates=1)
     assert (
-        "30 prompts; a step: 6 x 2 samples, 1 updates; 10 steps pass over the data 2.00 times"
+        "30 prompts; 6 x 2 samples and 1 update a step; 10 steps = 2.00 epochs"
         in capsys.readouterr().out
     )
 

@@ -21,6 +21,7 @@ from helpers import ROOT, deadline, run_script, steps_of
 from judges import LocalJudge
 
 from common.rewards import AT_ONCE, RewardWorkers
+from papers.pyvision import check_judge
 from papers.pyvision import judge as judging
 from papers.pyvision.judge import TRIES, Judge, open_judge
 from papers.pyvision.judge_prompt import EXAMPLES, Case, messages, verdict_of
@@ -450,6 +451,20 @@ def test_no_judge_at_the_start(serve, monkeypatch, capsys):
         asyncio.run(judge_of(dead).probe())
     asyncio.run(judge_of(dead, serve()).probe())
     assert f"warning: a judge does not answer: {host_of(dead)}" in capsys.readouterr().out
+
+
+def test_a_test_call_asks_every_judge_whatever_the_probe_is_set_to(serve, monkeypatch, capsys):
+    server = serve()
+    monkeypatch.setenv("JUDGE_URLS", server.url)
+    monkeypatch.setenv("JUDGE_PROBE", "0")
+    check_judge.main()
+    assert len(server.asked) == 2
+    assert capsys.readouterr().out == "a judge answers, and judges both pairs rightly\n"
+    open_judge.cache_clear()
+    dead = dead_url()
+    monkeypatch.setenv("JUDGE_URLS", dead)
+    with pytest.raises(SystemExit, match=rf"^JUDGE_URLS: no judge answers \({host_of(dead)}"):
+        check_judge.main()
 
 
 # --- as a reward function -------------------------------------------------------------------------

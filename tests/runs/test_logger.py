@@ -562,7 +562,9 @@ def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, worl
         activation_memory=0.7,
         engine_memory=0.0,
     )
-    checkpoints = SimpleNamespace(resumes_own=False, warn_if_large=lambda: None)
+    checkpoints = SimpleNamespace(
+        resumes_own=False, warn_if_large=lambda: None, note_if_none_is_due=lambda steps: None
+    )
     open_logger(job, Run(model="org/model@main/checkpoint-1"), 1, checkpoints).close()
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["args"]["model"] == "org/model@main/checkpoint-1"

@@ -78,7 +78,7 @@ def whole(printed):
 
 
 SAMPLE = re.compile(r"^--- step .*?(?=^step )", re.MULTILINE | re.DOTALL)
-OURS = ("memory of a rank", "grpo.py: ", "64 prompts; ", "step ", "done: ", "... ")
+OURS = ("needs per rank", "grpo.py: ", "64 prompts; ", "step ", "done: ", "... ")
 
 
 def test_nothing_but_ours_is_printed(printed):

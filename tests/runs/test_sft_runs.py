@@ -3,6 +3,7 @@ export."""
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -212,7 +213,8 @@ def test_packing_ranks_and_strategy_play_no_part_with_pictures(mixed, tmp_path):
         tokens = json.loads((tmp_path / name / "config.json").read_text())["args"][
             "micro_batch_tokens"
         ]
-        assert "memory of a rank (GB, estimated; " in done.stdout and "; update " in done.stdout
+        assert "\nneeds per rank, estimated: update " in f"\n{done.stdout}"
+        assert re.search(r"each with weights [\d.]+ and Adam [\d.]+; free [\d.]+ GB", done.stdout)
         if name == "one":
             assert tokens == 64 and "chosen" not in done.stdout
         else:
