@@ -123,11 +123,11 @@ def remedies(
     ranks: int,
     on_gpu: bool,
     has_reference: bool,
-    engine_shares: Sequence[int],
+    engine_parallel_sizes: Sequence[int],
 ) -> Iterator[list[Remedy]]:
     """The alternatives for each flag that may help; the first one leaves the flag as it is.
 
-    engine_shares: possible values of --engine-parallel.
+    engine_parallel_sizes: possible values of --engine-parallel.
     """
     no_change = Remedy()
     compilable = on_gpu and machine.attention in ("flex", "flash")
@@ -162,11 +162,11 @@ def remedies(
     if machine.shard_size and machine.shard_size < ranks:
         words = f"--shard-size {ranks}"
         yield [no_change, Remedy(words, cost=0.1, machine={"shard_size": ranks})]
-    if engine_shares:
+    if engine_parallel_sizes:
         shared = [no_change]
-        for share in engine_shares:
-            words = f"--engine-parallel {share}"
-            shared.append(Remedy(words, cost=0.1 * share, rollout={"engine_parallel": share}))
+        for size in engine_parallel_sizes:
+            words = f"--engine-parallel {size}"
+            shared.append(Remedy(words, cost=0.1 * size, rollout={"engine_parallel": size}))
         yield shared
     if machine.strategy == "fsdp" and not machine.shard_size:
         more_gpus = [no_change]

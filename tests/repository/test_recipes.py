@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import checked_args
+from helpers import checked_args, memory_phases
 from model_configs import VISION, YOUNGER, published_config
 from pages import PAGES, split_commands, text, without_heredocs
 
 from common.flags import EMBEDDED
-from common.memory.plan import memory_phases, no_rollout
+from common.memory.plan import no_rollout
 from common.memory.remedies import longest
 
 ROOM = 0.92  # share of a card that may be planned with, as in docs/scaling.md

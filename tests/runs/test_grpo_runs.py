@@ -8,7 +8,16 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, split_of, steps_of
+from helpers import (
+    LITTLE_CACHE,
+    ROOT,
+    kill_once,
+    memory_phases,
+    metrics_of,
+    run_script,
+    split_of,
+    steps_of,
+)
 from model_folders import other_weights
 from safetensors.torch import load_file
 from scripted import LIMITS
@@ -18,7 +27,6 @@ from common.export import Args, main
 from common.flags import Data, Machine, Rollout, Run
 from common.hub import FOLDERS
 from common.job import Job
-from common.memory.plan import memory_phases
 from common.precision import choose_dtype
 from common.rollout.dumps import load_rollouts
 from common.types import Episode
