@@ -76,7 +76,7 @@ def test_goals_are_within_reach_on_paper(roofline):
     peak = roofline.peak_flops("H100")
     on_paper = {name: 100 * update.mfu(peak) for name, update in roofline.UPDATES.items()}
     assert on_paper == pytest.approx(
-        {"1.5B, compiled": 38.5, "7Bx8, compiled": 46.5, "7B, compiled, 8 GPUs": 50.9}, abs=0.1
+        {"1.5B, compiled": 38.5, "7Bx8, compiled": 48.1, "7B, compiled, 8 GPUs": 50.9}, abs=0.1
     )
     assert on_paper.keys() == roofline.GOALS.keys()
     assert all(on_paper[name] > goal for name, goal in roofline.GOALS.items())
