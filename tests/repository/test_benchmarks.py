@@ -178,6 +178,14 @@ def test_an_item_ends_at_its_limit_and_the_next_one_runs(
     assert re.search(r"--- quick: left out, -?0 s are left of --seconds", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("num_gpus, reason", [(1, "needs two GPUs"), (2, "")])
+def test_an_item_of_two_gpus_is_left_out_on_one(quarter_hour, num_gpus, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    (item,) = [item for item in quarter_hour.THIRD_CALL if item.name == "engine of two"]
+    assert quarter_hour.missing(item, quarter_hour.Args()) == reason
+    assert quarter_hour.missing(item, quarter_hour.Args(toy=True)) == ""
+
+
 def test_kernels_have_the_figures_that_are_expected(bench, quarter_hour, monkeypatch):
     kernels = bench("kernels")
     (item,) = [item for item in quarter_hour.FIRST_CALL if item.name == "kernels"]
