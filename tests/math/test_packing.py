@@ -1,6 +1,7 @@
 """Packer: minibatches as micro-batches that fit, smaller ones when memory runs out, and passes that
 fill in a column."""
 
+import math
 import mmap
 import random
 import resource
@@ -14,6 +15,8 @@ import pytest
 import torch
 from episodes import random_episodes
 from helpers import make_args, random_policy, relative_l2, skip_where_no_step_is_repeated, split_of
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from vl import write_tied_llama
 
@@ -22,6 +25,7 @@ from common.distributed import abandon_backward, forward_context, make_mesh, wra
 from common.limits import status_bytes
 from common.memory.halving import RESERVE, halve_budget, limited_memory
 from common.models import load_model
+from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex
 from common.types import Episode
 from grpo import split_minibatches
@@ -402,6 +406,90 @@ def test_on_one_rank_weights_are_cast_once_a_step(case, tiny_config, stays_gathe
         gradient = weights.grad.full_tensor()
         torch.testing.assert_close(gradient, sum(gradient_of_each), rtol=1e-5, atol=1e-6)
         policy.zero_grad()
+
+
+class Layer(nn.Linear):
+    pass
+
+
+class TwoLayers(nn.Module):
+    """The second one sees some inputs only, as a vision tower those with pictures."""
+
+    _no_split_modules = ("Layer",)
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.first = Layer(8, 8, dtype=dtype)
+        self.second = Layer(8, 8, dtype=dtype)
+        self.head = nn.Linear(8, 1, dtype=dtype)
+
+    def forward(self, inputs: torch.Tensor, has_second: bool) -> torch.Tensor:
+        hidden = self.first(inputs)
+        if has_second:
+            hidden = hidden + self.second(inputs)
+        return self.head(hidden.tanh())
+
+
+def weights_after_steps(
+    world, dtype: torch.dtype, compute_dtype: torch.dtype, stays_gathered: bool
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Weights after four steps of three micro-batches, and the norms of their gradients. All are
+    clipped, the second is skipped, the third is begun anew after one and two micro-batches."""
+    torch.manual_seed(0)
+    model = wrap_model(
+        TwoLayers(dtype), make_mesh(world, "fsdp"), compute_dtype, stays_gathered=stays_gathered
+    )
+    optimizer = GuardedAdamW(model, compute_dtype, weight_decay=0.01, max_grad_norm=0.1)
+
+    def backward(inputs: torch.Tensor, step: int, num: int = 3) -> None:
+        for i in range(num):
+            with forward_context(model, last=i == 2):
+                loss = model(inputs[i], has_second=(step + i) % 2 == 1).square().sum()
+                (loss * (torch.inf if (step, i) == (1, 1) else 1.0)).backward()
+
+    norms = []
+    for step in range(4):
+        inputs = torch.randn(3, 5, 8, dtype=dtype)
+        if step == 2 and hasattr(model, "reset_iter_state"):  # of torch 2.13
+            for num in (1, 2):
+                backward(inputs, step, num)
+                abandon_backward(model)
+        backward(inputs, step)
+        norms.append(optimizer.step(1e-2).reduce()["optim/grad_norm"])
+    return [parameter.full_tensor() for parameter in model.parameters()], norms
+
+
+@pytest.mark.parametrize(
+    "dtype, compute_dtype",
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_gradients_reduced_once_a_step_are_those_of_each_micro_batch(
+    case, dtype, compute_dtype, monkeypatch
+):
+    """To the last bit; also where one micro-batch leaves a layer out, first or last."""
+    num_reductions = []
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def counted(*arguments):
+        num_reductions[-1] += 1
+        return reduce(*arguments)
+
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", counted)
+    runs = []
+    for stays_gathered in (True, False):
+        num_reductions.append(0)
+        runs.append(weights_after_steps(case.world, dtype, compute_dtype, stays_gathered))
+    (weights, norms), (expected, expected_norms) = runs
+    assert [math.isfinite(norm) for norm in norms] == [True, False, True, True]
+    assert min(norm for norm in norms if math.isfinite(norm)) > 0.1, "the clip is active"
+    assert norms[:1] + norms[2:] == expected_norms[:1] + expected_norms[2:]
+    assert all(map(torch.equal, weights, expected))
+    assert num_reductions[0] == 4 * 3  # units, of which the root is one
+    assert num_reductions[1] > 2 * num_reductions[0]
 
 
 def test_a_head_tied_to_the_embeddings_is_gathered_with_them_once(case, tmp_path):

@@ -633,17 +633,20 @@ def test_auto_keeps_as_many_activations_as_fit(longest, share, monkeypatch, tmp_
         assert "auto" not in typed.text
 
 
-def test_auto_that_fits_with_no_share_names_what_does(monkeypatch, tmp_path):
-    plan = planned_8b(monkeypatch, tmp_path, longest=33_792, ranks=8, **AUTO)
+@pytest.mark.parametrize("flags", [{}, {"micro_batch_tokens": 27_648}])
+def test_auto_that_fits_with_no_share_names_what_does(flags, monkeypatch, tmp_path):
+    """Into nine tenths, which is what a plan fills by itself."""
+    plan = planned_8b(monkeypatch, tmp_path, longest=27_648, ranks=8, **AUTO, **flags)
     assert plan.activation_memory == 0.3
+    assert 0.9 * plan.free_gb < plan.update_gb < plan.free_gb
     line, warning = plan.text.splitlines()[1:]
     assert line == "--activation-memory auto: 0.3, the least; the update does not fit with it"
     assert warning == (
         "warning: the update may not fit; it would with "
         "--gradient-checkpointing (in place of --activation-memory)"
     )
-    advised = {"compile": True, "gradient_checkpointing": True}
-    assert "warning" not in planned_8b(monkeypatch, tmp_path, 33_792, ranks=8, **advised).text
+    advised = flags | {"compile": True, "gradient_checkpointing": True}
+    assert "warning" not in planned_8b(monkeypatch, tmp_path, 27_648, ranks=8, **advised).text
 
 
 @pytest.mark.parametrize("free", [40, 60, 78])
