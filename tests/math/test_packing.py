@@ -31,14 +31,13 @@ from common.types import Episode
 from grpo import split_minibatches
 
 BUDGET = 512
-NUM_PROMPTS = 24
 
 
 @pytest.fixture
 def case(tiny_config, tmp_path, world):
     """Two minibatches of a step, each of several micro-batches of at most 512 tokens, with the
     columns of their tokens."""
-    episodes = random_episodes(7, prompts=NUM_PROMPTS, samples=6)
+    episodes = random_episodes(7, prompts=60, samples=6)
     index = TokenIndex(episodes)
     packer = Packer("sdpa", BUDGET, tmp_path / "run", world)
     minibatches = packer.minibatches(episodes, index, split_of(episodes, 2, seed=3, step=4))
@@ -68,7 +67,7 @@ def sizes(minibatch) -> list[int]:
 
 
 def test_minibatches_hold_every_trained_token_once_and_their_counts(case):
-    split = split_minibatches(case.episodes, list(range(NUM_PROMPTS)), 2, seed=3, step=4)
+    split = split_minibatches(case.episodes, list(range(60)), 2, seed=3, step=4)
     assert [m.episode_indices for m in case.minibatches] == split
     all_tokens = []
     for minibatch, selected in zip(case.minibatches, split, strict=True):

@@ -123,6 +123,7 @@ def test_a_dump_has_divergences_and_what_the_teacher_read(whole):
         assert row["completion"].startswith("<think>") and set(row["logprobs"]) == {0.0}
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py and test_curiosity_runs.py do
 def test_a_resume_equals_an_uninterrupted_run(whole, rows, tmp_path):
     folder, _ = whole
     options = [*OPTIONS, *TAUGHT, "--train-data", rows, "--eval-data", rows]

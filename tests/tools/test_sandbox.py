@@ -1155,6 +1155,7 @@ def test_where_none_is_wanted_no_remedy_for_the_sandbox_is_named(monkeypatch):
     assert str(refusal.value) == told
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_takes_no_program_is_tried_twice(monkeypatch):
     """A third one is not: a run does not start sandboxes for ever."""
     inside("        wipe(folder, kept)\n", "        raise SystemExit('no wipe')\n")(monkeypatch)
