@@ -180,7 +180,7 @@ class Job:
         most_tokens: int = MAX_MICRO_BATCH_TOKENS,
         teacher: str | None = None,
     ) -> None:
-        """Print what a step will need; choose `micro_batch_tokens`, `engine_memory` and
+        """Print what a step will need; settle `micro_batch_tokens`, `engine_memory` and
         `memory_plan`.
 
         trained, frozen, reward_model, teacher: folders of the models that share the memory, the
