@@ -64,8 +64,9 @@ def ask(python: str, program: str, processes: int) -> dict:
 def merge(answers: dict, others: dict) -> None:
     """Fill in the splits that need another number of processes."""
     parts = [(answers["objectives"], others["objectives"])]
-    for label, by_name in others.get("variants", {}).items():
-        parts.append((answers["variants"][label], by_name))
+    for part in ("variants", "divergences"):
+        for label, by_name in others.get(part, {}).items():
+            parts.append((answers[part][label], by_name))
     for own, other in parts:
         for name, by_split in other.items():
             for split, answer in by_split.items():
