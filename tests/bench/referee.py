@@ -1,11 +1,9 @@
 """Losses and gradients of one frozen batch by the papers' definitions, beside those of this
 repository and of other libraries, for several splits over micro-batches and ranks.
 
-Each library answers from an environment of its own, a folder of its name:
+Each library answers from a virtual environment of its own, a folder of its name
+(results/referee/README.md):
 
-    for package in trl==1.16.0 verl==0.9.1 openrlhf==0.11.2 liger-kernel==0.8.5; do
-        name=${package%==*}; python -m venv venvs/$name; venvs/$name/bin/pip install $package
-    done
     python tests/bench/referee.py --environments venvs --out results/referee
     python tests/bench/referee.py --out results/referee  # this repository's alone
     python tests/bench/referee.py --out results/referee --draw  # tables of what is kept
@@ -25,7 +23,7 @@ import tyro
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE / "referee")]
+sys.path.insert(0, str(HERE))
 
 from report import header, table  # noqa: E402
 
@@ -66,8 +64,9 @@ def ask(python: str, program: str, processes: int) -> dict:
 def merge(answers: dict, others: dict) -> None:
     """Fill in the splits that need another number of processes."""
     parts = [(answers["objectives"], others["objectives"])]
-    for label, by_name in others.get("variants", {}).items():
-        parts.append((answers["variants"][label], by_name))
+    for part in ("variants", "divergences"):
+        for label, by_name in others.get(part, {}).items():
+            parts.append((answers[part][label], by_name))
     for own, other in parts:
         for name, by_split in other.items():
             for split, answer in by_split.items():

@@ -111,6 +111,21 @@ def test_the_tables_of_the_page_are_what_the_program_prints(bench):
         assert tuple(row) in lines, row
 
 
+def test_the_tables_of_the_referee_are_what_it_prints(bench, capsys):
+    """Of results/referee, from the answers that are kept beside the page."""
+    referee = bench("referee")
+    folder = ROOT / "results/referee"
+    referee.main(referee.Args(out=folder, draw=True))
+
+    def cells(text: str) -> list[list[str]]:
+        lines = [line for line in text.splitlines() if line.startswith("| ")]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+    printed = [row for row in cells(capsys.readouterr().out) if "---" not in row[0]]
+    page = cells((folder / "README.md").read_text())
+    assert len(printed) > 60 and [row for row in printed if row not in page] == []
+
+
 # --- a quarter of an hour on a GPU ----------------------------------------------------------------
 
 

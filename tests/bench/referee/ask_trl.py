@@ -31,13 +31,24 @@ from transformers import (
     Qwen2Config,
     TrainerCallback,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.gkd import GKDTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.trainer import distillation_trainer, grpo_trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+STEP = {  # of any trainer
+    "max_steps": 1,
+    "max_grad_norm": 0.0,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
 LOSS_TYPES = {"tokens": "dapo", "sequences": "grpo", "constant": "dr_grpo"}
 
 
@@ -60,24 +71,25 @@ class TableModel(PreTrainedModel, GenerationMixin):
     config_class = Qwen2Config
     base_model_prefix = "model"
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: Batch, table: Tensor):
         config = Qwen2Config(
             vocab_size=WORDS, hidden_size=batch.head.shape[1], tie_word_embeddings=False
         )
         super().__init__(config)
-        self.model = TableBackbone(config, batch.table.shape)
+        self.model = TableBackbone(config, table.shape)
         self.lm_head = nn.Linear(*reversed(batch.head.shape), bias=False, dtype=torch.float64)
         self.post_init()
         with torch.no_grad():
-            self.model.table.copy_(batch.table)
+            self.model.table.copy_(table)
             self.lm_head.weight.copy_(batch.head)
         self.lm_head.requires_grad_(False)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 
-    def forward(self, input_ids: Tensor, **_):
-        raise NotImplementedError("TRL's fused head replaces it")
+    def forward(self, input_ids: Tensor, **_) -> CausalLMOutput:
+        """For GKDTrainer; GRPOTrainer puts its fused head in place of it."""
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids).last_hidden_state))
 
 
 class FrozenTrainer(GRPOTrainer):
@@ -85,7 +97,7 @@ class FrozenTrainer(GRPOTrainer):
     definition's advantages, and old log-probs of another policy."""
 
     def __init__(self, batch: Batch, sequences: list[int], scaled: bool, **options):
-        super().__init__(TableModel(batch), reward_funcs=self.score, **options)
+        super().__init__(TableModel(batch, batch.table), reward_funcs=self.score, **options)
         self.batch = batch
         self.sequences = sequences
         advantages = group_advantages(batch, scaled)
@@ -146,15 +158,7 @@ def train(
             max_completion_length=LONGEST,
             epsilon=objective.clip_low,
             delta=objective.dual_clip or None,
-            max_steps=1,
-            max_grad_norm=0.0,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **STEP,
             **options,
         )
         trainer = FrozenTrainer(
@@ -173,13 +177,24 @@ def train(
 def ask(
     batch: Batch, name: str, split: Split, by_default: bool = False
 ) -> tuple[float, Tensor] | str:
+    if problem := reason_against(split):
+        return problem
+    trainer, gradient = train(batch, name, split[RANK], by_default)
+    return mean_over_ranks(trainer), gradient
+
+
+def reason_against(split: Split) -> str:
+    """Why this process cannot be asked for a split, or nothing."""
     if len(split) != RANKS:
         return "asked with another number of processes"
     if len({len(sequences) for micro_batches in split for sequences in micro_batches}) > 1:
         return "per_device_train_batch_size is one number"
-    trainer, gradient = train(batch, name, split[RANK], by_default)
-    loss = trainer.accelerator.gather(torch.tensor([sum(trainer.losses)])).mean().item()
-    return loss, gradient
+    return ""
+
+
+def mean_over_ranks(trainer: FrozenTrainer | GKDTrainer) -> float:
+    losses = torch.tensor([sum(trainer.losses)], dtype=torch.float64)
+    return trainer.accelerator.gather(losses).mean().item()
 
 
 def advantages(batch: Batch) -> dict[str, float]:
@@ -194,23 +209,61 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def ask_gkd(batch: Batch, kind: str, beta: float, split: Split) -> tuple[float, Tensor]:
-    """`GKDTrainer.generalized_jsd_loss`, with a number of items of all micro-batches and ranks,
-    divided by the ranks, as DistillationTrainer has it."""
-    beta = {"reverse-kl": 1, "forward-kl": 0}.get(kind, beta)
+class CountedGKDTrainer(GKDTrainer):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.losses: list[float] = []
 
-    def loss_of(table: Tensor, sequences: list[int], split: Split, rank: int) -> Tensor:
-        ids, masks, _ = batch.padded(sequences)
-        places = sequences, slice(ids.shape[1])
-        return GKDTrainer.generalized_jsd_loss(
-            student_logits=table[places] @ batch.head.T,
-            teacher_logits=batch.teacher_table[places] @ batch.head.T,
-            labels=ids.masked_fill(masks == 0, -100),
-            beta=beta,
-            num_items_in_batch=num_trained(batch) / len(split),
+    def compute_loss(self, *arguments, **options):
+        loss = super().compute_loss(*arguments, **options)
+        self.losses.append(loss.item())
+        return loss
+
+
+def ask_gkd(batch: Batch, kind: str, beta: float, split: Split) -> tuple[float, Tensor] | str:
+    """A step of GKDTrainer's `train` on the responses as rows of a data set (lmbda 0)."""
+    if problem := reason_against(split):
+        return problem
+
+    def collate(rows: list[dict]) -> dict[str, Tensor]:
+        sequences = [row["sequence"] for row in rows]
+        ids, masks, present = batch.padded(sequences)
+        prompts = torch.tensor(sequences)[:, None]
+        labels = ids.masked_fill(masks == 0, -100)
+        return {
+            "prompts": prompts,
+            "prompt_attention_mask": torch.ones_like(prompts),
+            "input_ids": torch.cat([prompts, ids], 1),
+            "attention_mask": torch.cat([torch.ones_like(prompts), present], 1),
+            "labels": torch.cat([torch.full_like(prompts, -100), labels], 1),
+        }
+
+    # processes take batches of the data set in turn
+    order = [s for sequences in zip(*split) for own in sequences for s in own]
+    reader = Gradient()
+    with tempfile.TemporaryDirectory() as folder:
+        config = GKDConfig(
+            output_dir=folder,
+            per_device_train_batch_size=len(split[0][0]),
+            gradient_accumulation_steps=len(split[0]),
+            train_sampling_strategy="sequential",
+            lmbda=0.0,
+            beta={"reverse-kl": 1.0, "forward-kl": 0.0}.get(kind, beta),
+            **STEP,
         )
-
-    return averaged_over_ranks(batch, split, loss_of)
+        trainer = CountedGKDTrainer(
+            model=TableModel(batch, batch.table),
+            teacher_model=TableModel(batch, batch.teacher_table),
+            args=config,
+            data_collator=collate,
+            train_dataset=Dataset(
+                InMemoryTable.from_pydict({"sequence": order}), fingerprint="frozen"
+            ),
+            processing_class=tokenizer(),
+            callbacks=[reader],
+        )
+        trainer.train()
+    return mean_over_ranks(trainer), reader.table_grad
 
 
 def ask_distillation(batch: Batch, kind: str, beta: float, split: Split) -> tuple[float, Tensor]:
@@ -248,10 +301,9 @@ if __name__ == "__main__":
             "TRL, default loss_type": answer(partial(ask, by_default=True), ["GSPO"]),
         },
     }
+    results["divergences"] = {"TRL, GKDTrainer": answer_divergences(ask_gkd)}
     if RANKS == 1:
         results["advantages"] = advantages(frozen_batch())
-        results["divergences"] = {
-            "TRL, generalized_jsd_loss": answer_divergences(ask_gkd),
-            "TRL, DistillationTrainer": answer_divergences(ask_distillation),
-        }
+        distillation = answer_divergences(ask_distillation)
+        results["divergences"]["TRL, DistillationTrainer"] = distillation
     print_answers("TRL", ["trl", "transformers", "torch"], **results)
