@@ -1,8 +1,8 @@
 """Seconds and memory from a file of rows to a data set that is ready to train on: what each start
 of a run pays.
 
-    python tests/bench/data.py                       # 327,680 Countdown rows and a .jsonl of as
-    many chat rows
+    # 327,680 Countdown rows and a .jsonl of as many chat rows
+    python tests/bench/data.py
     python tests/bench/data.py --rows 1000000
 
 Each in a process of its own. The tokenizer is SmolLM2's, if that is prepared (`python -m

@@ -1,14 +1,18 @@
 """What a GPU makes of this trainer: update, log-probs, weight sync, sleep and wake, and a whole
 step by phase.
 
-    python tests/bench/gpu.py                                       # three sizes of Qwen2.5,
-    everything
-    python tests/bench/gpu.py --models 7B --parts update sync       # some of it
-    python tests/bench/gpu.py --only "update:7B, checkpointing"     # one measurement
-    python tests/bench/gpu.py --models 1.5B --parts update --profile        # and where the time
-    goes
-    python tests/bench/gpu.py --models 1.5B 7Bx8 --prompts 8 --parts update # the goals
-    python tests/bench/gpu.py --models smoke --threads 2            # that it works, on a CPU too
+    # three sizes of Qwen2.5, everything
+    python tests/bench/gpu.py
+    # some of it
+    python tests/bench/gpu.py --models 7B --parts update sync
+    # one measurement
+    python tests/bench/gpu.py --only "update:7B, checkpointing"
+    # and where the time goes
+    python tests/bench/gpu.py --models 1.5B --parts update --profile
+    # the goals
+    python tests/bench/gpu.py --models 1.5B 7Bx8 --prompts 8 --parts update
+    # that it works, on a CPU too
+    python tests/bench/gpu.py --models smoke --threads 2
 
 Weights are random, in the shapes of Qwen2.5 (0.1B: of SmolLM2), since their values play no part in
 speed. Every measurement is a process of its own, so that none inherits the memory of another.

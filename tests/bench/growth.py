@@ -1,8 +1,8 @@
 """What a cost grows with: each at three sizes, with the exponent by which it grows between the two
 largest.
 
-    python tests/bench/growth.py                          # ten minutes on two cores; all but --only
-    ranks steps
+    # ten minutes on two cores; all but --only ranks steps
+    python tests/bench/growth.py
     python tests/bench/growth.py --only sequence vocabulary
 
 1 is in proportion to the size, 2 with its square, 0 not at all. Each size is measured in a process

@@ -1,8 +1,8 @@
 """Memory of a host while a model is loaded: growth of each rank's anonymous memory up to its peak,
 against its shard.
 
-    python tests/bench/loading.py                              # all kinds of models on 2 and 4
-    ranks, minutes on a CPU
+    # all kinds of models on 2 and 4 ranks, minutes on a CPU
+    python tests/bench/loading.py
     python tests/bench/loading.py --kinds tied ddp --ranks 2
 
 A rank that read more than its own shard would show: the bound is 1.2 times the shard, and the

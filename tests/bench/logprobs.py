@@ -1,8 +1,8 @@
 """Memory and time of common.logprobs.token_logprobs against log-probs and entropies from all logits
 at once.
 
-    python tests/bench/logprobs.py                                  # the size of Qwen2.5-0.5B's
-    head, bf16 and fp32
+    # the size of Qwen2.5-0.5B's head, bf16 and fp32
+    python tests/bench/logprobs.py
     python tests/bench/logprobs.py --tokens 64 --vocab 5000 --repeats 1
 
 Every measurement is a process of its own, since memory once resident often stays so. Memory is the

@@ -1,8 +1,8 @@
 """Which model fits on which GPUs: the estimate that the scripts print before they load anything, as
 a table.
 
-    python tests/bench/memory.py                                        # Qwen2.5, up to 8 GPUs, one
-    process each
+    # Qwen2.5, up to 8 GPUs, one process each
+    python tests/bench/memory.py
     python tests/bench/memory.py --tokens 4096 16384 --models 7B --no-checkpointing --compile
     python tests/bench/memory.py --lora-rank 16 --tokens 4096 --engine-memory 2
 

@@ -1,10 +1,12 @@
 """Step time and memory of large models on many H100s, on paper: nothing of it was run.
 
-    python tests/bench/paper.py                                # 7B, 32B, 72B of Qwen2.5 on 8, 64,
-    512 GPUs
+    # 7B, 32B, 72B of Qwen2.5 on 8, 64, 512 GPUs
+    python tests/bench/paper.py
     python tests/bench/paper.py --models 14B --gpus 16 32
-    python tests/bench/paper.py --tasks                        # four tasks on eight GPUs
-    python tests/bench/paper.py --lengths                      # how long a trajectory may be
+    # four tasks on eight GPUs
+    python tests/bench/paper.py --tasks
+    # how long a trajectory may be
+    python tests/bench/paper.py --lengths
 
 Memory is the plan of common/memory/plan.py, with the KV cache that a run chooses. Seconds of an
 update are those of roofline.py, with its two fitted constants; others follow from published peaks

@@ -1,18 +1,19 @@
 r"""One whole GRPO step of SmolLM2-135M on Countdown, by phase: seconds and peak memory; optionally
 beside TRL's.
 
-    python tests/bench/step.py                                                # grpo.py alone
-    python tests/bench/step.py --limits                                       # and what the machine
-    could do
-    python tests/bench/step.py "--beside=--lora-rank 16"                      # grpo.py with further
-    flags beside it
-    python tests/bench/step.py --trl /tmp/trl-venv --make-trl-venv            # the first time:
-    installs TRL there
+    # grpo.py alone
+    python tests/bench/step.py
+    # and what the machine could do
+    python tests/bench/step.py --limits
+    # grpo.py with further flags beside it
+    python tests/bench/step.py "--beside=--lora-rank 16"
+    # the first time: installs TRL there
+    python tests/bench/step.py --trl /tmp/trl-venv --make-trl-venv
     python tests/bench/step.py --trl /tmp/trl-venv
-    python tests/bench/step.py --trl $(python -c "import sys; print(sys.prefix)") --trl-vllm
-    --prompts 32 \
-        --response-tokens 512 --micro-batch-tokens 32768 --trl-batch 32 --steps 8 --repeats 3    #
-        on a GPU with TRL
+    # on a GPU with TRL
+    python tests/bench/step.py --trl $(python -c "import sys; print(sys.prefix)") --trl-vllm \
+        --prompts 32 --response-tokens 512 --micro-batch-tokens 32768 --trl-batch 32 --steps 8 \
+        --repeats 3
 
 grpo.py runs as its users run it, in a process of its own; TRL's GRPOTrainer does the same work in
 the same way (trl_step.py): same model folder, same prompts in the same order, same reward, one

@@ -1,8 +1,8 @@
 """Tokens per second of supervised training: sft.py's update against a plain padded loop, over the
 same rows.
 
-    python tests/bench/supervised.py --data ../shared/data/gsm8k/train.parquet       # 200 rows,
-    SmolLM2, bf16
+    # 200 rows, SmolLM2, bf16
+    python tests/bench/supervised.py --data ../shared/data/gsm8k/train.parquet
     python tests/bench/supervised.py --data rows.jsonl --model tiny --rows 64
 
 The plain loop: conversations in the order of the file, so many at a time, padded to the longest of

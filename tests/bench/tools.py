@@ -1,8 +1,9 @@
 """Seconds of a step with tools, and with the same tools delayed; and what the tool python takes.
 
-    python tests/bench/tools.py            # 2 minutes; a tiny Qwen2.5-VL that has been taught to
-    crop
-    python tests/bench/tools.py --python   # 2 minutes; sandboxes alone, without a model
+    # 2 minutes; a tiny Qwen2.5-VL that has been taught to crop
+    python tests/bench/tools.py
+    # 2 minutes; sandboxes alone, without a model
+    python tests/bench/tools.py --python
 
 The two runs of the first take the same steps with the same seeds: a trajectory with n calls must
 wait n delays, the others must not. The second starts sandboxes and calls them, and then lets many
