@@ -266,7 +266,7 @@ def test_every_module_can_be_the_first_to_be_imported():
     } == {}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # by default test_docs.py reads their flags
 def test_every_benchmark_answers_help():
     files = [f"tests/bench/{name}.py" for name in sorted(stems("tests/bench"))]
     for name in files:

@@ -54,7 +54,7 @@ def test_a_step_without_a_token_has_no_loss_and_no_kl(script, tmp_path):
         assert set(row["loss_mask"]) == {1}, "a dump says what was sampled, not what was trained"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # by default test_grpo_runs.py evaluates alone
 def test_an_evaluation_needs_no_step_left_for_the_policy(tmp_path):
     options = [
         "--model",

@@ -725,7 +725,7 @@ def test_bad_arguments(arguments):
         ToolWorkers("visual", *arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # by default pictures are small
 def test_media_of_many_megabytes(start):
     tools = start("crop_image_normalized", count=2)
     noise = Image.frombytes("RGB", (1200, 1000), random.Random(0).randbytes(3_600_000))
