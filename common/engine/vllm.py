@@ -330,12 +330,11 @@ class VllmEngine(Engine):
         if not self.has_head:
             # vLLM's Gemma 2 has no module for the head, which is tied to the embeddings
             stream = (pair for pair in stream if not pair[0].endswith("lm_head.weight"))
-        sinks = None
         if self.model_type == "gpt_oss":
-            stream = sinks = GptOssWeights(stream)
+            stream = GptOssWeights(stream)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-        if sinks is not None:
-            self.llm.apply_model(sinks.copy_sinks)
+        if isinstance(stream, GptOssWeights):
+            self.llm.apply_model(stream.copy_sinks)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "weight sync: vLLM kept its prefix cache (are requests still running?)"
