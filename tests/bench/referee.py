@@ -22,7 +22,6 @@ from pathlib import Path
 import tyro
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
 from report import header, table  # noqa: E402

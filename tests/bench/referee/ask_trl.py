@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer, under python or `torchrun --nproc_per_node 2`: one step of its `train` for
-each objective and split that it can be given. TRL's losses between two distributions as well.
+"""TRL's GRPOTrainer and GKDTrainer, under python or `torchrun --nproc_per_node 2`: one step of
+their `train` for each objective and split that they can be given; the loss of DistillationTrainer.
 
 What is ours: the sampled batch, its scores, advantages and old log-probs, and its order in place of
 the shuffle; the gradient is read after DDP has averaged it, before the optimizer's step.
