@@ -249,7 +249,7 @@ class Tokens:
             "is_sampled": torch.tensor(is_sampled, dtype=torch.bool)[index.episode_of_token],
             "rollout_logprobs": torch.tensor(rollout_logprobs),
         }
-        for column in fields(cls):
+        for column in fields(cls):  # all other columns
             if column.name not in columns:
                 columns[column.name] = torch.full((len(index),), math.nan)
         return cls(**{name: values.to(device) for name, values in columns.items()})
@@ -324,11 +324,13 @@ def backward(
                 divergences = comparison.divergence  # [N]
                 loss = divergences
             else:
-                logratio = (logprobs - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
+                logratio = logprobs - mb_tokens.old_logprobs
+                logratio = logratio.clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
+                ratio = logratio.exp()
                 divergences = mb_tokens.old_logprobs - mb_tokens.teacher_logprobs  # [N]
                 advantages = -divergences
                 loss, clipped = clipped_loss(
-                    logratio.exp(), advantages, args.clip_low, args.clip_high, args.dual_clip
+                    ratio, advantages, args.clip_low, args.clip_high, args.dual_clip
                 )
             # FSDP2 and DDP average gradients over ranks, but the denominator is global: hence
             # world.size. Means average "policy/loss" over ranks in the same way.
@@ -347,8 +349,7 @@ def backward(
         else:
             means.add("policy/clip_fraction", clipped.sum(), count=count)
             # k3 estimate of KL(rollout's policy | this policy)
-            logratio = logratio.detach()
-            k3 = logratio.exp() - 1 - logratio
+            k3 = ratio - 1 - logratio
             means.add("policy/approx_kl", k3.sum(), count=count)
     means.add("policy/loss", total_loss)
     return means
@@ -553,6 +554,7 @@ def main(args: Args, demo: bool = False) -> None:
     rehearsal = Rehearsal(job, packer, args.rollout, [optimizer], teacher=teacher)
     while rehearsal.is_due:
         with rehearsal.attempt() as minibatch:
+            # the rehearsal has packed episodes of the greatest length
             tokens = Tokens.of(packer.episodes, packer.index, device)
             backward(
                 models, minibatch, tokens, args, world, first_epoch=True, store_old_logprobs=True
@@ -570,6 +572,7 @@ def main(args: Args, demo: bool = False) -> None:
         logger.event({"event": "teacher", "step": 0, **metrics})
     max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]
     end = start + 1 if args.rollout.replay else total_steps
+    # `step` counts from 0 and names the weights that sample; logs and checkpoints count from 1
     for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
@@ -579,6 +582,7 @@ def main(args: Args, demo: bool = False) -> None:
         else:
             with watch("sync"):
                 sync_engine(engine, policy, step)
+            # parts 1 to 3 stand in `collect`: data, rollout, rewards
             collected = collect(rollouts, args, responses, teacher_prompts, step, watch)
             episodes = [episode for episode in collected if is_usable(episode)]
             sleep_engine(engine, policy)
@@ -680,7 +684,7 @@ def main(args: Args, demo: bool = False) -> None:
             checkpoints.save(step + 1, accuracy)
         if exit_code and not is_last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # as if the signal had ended the process
+            raise SystemExit(exit_code)  # the status of a process that the signal has ended
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

@@ -286,6 +286,22 @@ def test_a_step_equals_single_forwards(case, own_prompts, tmp_path):
             assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
+def test_the_log_ratio_is_bounded(tmp_path):
+    """Of tokens that the rollout found impossible: e^1000 would be inf."""
+    episodes = some_episodes()
+    index = TokenIndex(episodes)
+    packer = Packer("sdpa", 64, tmp_path, WORLD)
+    (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
+    tokens = Tokens.of(episodes, index, WORLD.device)
+    tokens.old_logprobs = torch.full((len(index),), -1000.0)
+    tokens.teacher_logprobs = torch.full((len(index),), -1.0)
+    args = Args(estimator="sampled")
+    means = backward(
+        models(), minibatch, tokens, args, WORLD, first_epoch=True, store_old_logprobs=False
+    )
+    assert means.reduce()["policy/approx_kl"] == pytest.approx(math.exp(20) - 21, rel=1e-5)
+
+
 def test_divergences_stand_at_their_tokens():
     episodes = some_episodes()
     index = TokenIndex(episodes)
