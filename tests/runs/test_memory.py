@@ -695,6 +695,9 @@ def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, flo
     text = memory_plan(rollout, machine, world, torch.bfloat16, *folders).text
     gb = {}
     for item in ITEMS:
+        if item == "reference" and "reference" not in text:
+            gb[item] = 0.0  # a line without one does not name it
+            continue
         gb[item] = float(re.search(rf"{item} ([\d.]+)", text)[1])
     return gb, text
 
