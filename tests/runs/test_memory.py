@@ -977,7 +977,7 @@ def test_the_reward_models_folder_is_counted(folder, tmp_path):
     resident = (14 * PARAMETERS + 2**29) / 1e9
     size = 32_000 * 1024 + 8 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 1024
     text = memory_plan(*arguments, reward_model=str(tmp_path / "reward")).text
-    scoring = float(re.search(r", reward model ([\d.]+) GB,", text)[1])
+    scoring = float(re.search(r", reward model ([\d.]+) GB, update", text)[1])
     assert scoring == pytest.approx(resident + 2 * size / 1e9, abs=0.051)
     assert "reward model" not in memory_plan(*arguments, reward_model=str(tmp_path / "none")).text
 
