@@ -237,7 +237,7 @@ THIRD_CALL = [
         )
         for file, seconds in (
             ("test_update.py", 150),
-            ("test_families.py", 240),
+            ("test_model_families.py", 240),
             ("test_pictures.py", 150),
             ("test_steps.py", 300),
             ("test_ppo.py", 120),

@@ -406,11 +406,12 @@ def test_the_table_of_an_evaluation_is_that_of_its_samples(tmp_path, script, ran
 def test_the_documented_command_runs(tmp_path, capsys, monkeypatch):
     """docs/recipes.md, as pasted, but for the file, which is made here."""
     page = (ROOT / "docs/recipes.md").read_text()
-    (block,) = [
-        b for b in re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S) if "common.score" in b
-    ]
-    commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
-    assert [words[:3] for words in commands] == [["python", "-m", "common.score"]] * len(commands)
+    commands = []
+    for block in re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("python -m common.score"):
+                commands.append(shlex.split(line, comments=True))
+    assert len(commands) == 4
     numbers = re.search(r"```python\n(# number\.py.*?)```", page, re.S)[1]
     (tmp_path / "number.py").write_text(numbers)
     said = ["<answer>1</answer>", "#### 1"]
@@ -423,7 +424,11 @@ def test_the_documented_command_runs(tmp_path, capsys, monkeypatch):
         flags = tyro.cli(Scoring, args=words[3:])
         if flags.response_column == "completion":
             Path(flags.file).parent.mkdir(parents=True)
-            write(Path(flags.file), [row(0, completion="#### 1", responses=None)])
+            samples = [row(0, completion=text, responses=None, row=0) for text in ("#### 1", "2")]
+            write(Path(flags.file), samples)
+        if flags.rows:
+            Path(flags.rows).parent.mkdir(parents=True)
+            write(Path(flags.rows), [row(0)])
         score_file(flags)
         assert "rows accuracy 95 % interval" in capsys.readouterr().out
 

@@ -250,10 +250,12 @@ def test_a_fork_is_a_copy(tmp_path):
     """It trains and evaluates by its own default, from a checkpoint under its own name; that one
     goes on, test_sft_runs.py tests."""
     text = (ROOT / "grpo.py").read_text()
-    default = "    learning_rate: Amount = 1e-6  # peak\n"
+    default = "    learning_rate: Amount = 1e-6  # peak of the schedule\n"
     assert text.count(default) == 1
     fork = tmp_path / "my_grpo.py"
-    fork.write_text(text.replace(default, "    learning_rate: Amount = 3e-6  # peak\n"))
+    fork.write_text(
+        text.replace(default, "    learning_rate: Amount = 3e-6  # peak of the schedule\n")
+    )
     rows = [{"data_source": "countdown", "prompt": [{"role": "user", "content": "1 2 = 3"}]}]
     rows[0]["reward_model"] = {"ground_truth": {"numbers": [1, 2], "target": 3}}
     data = tmp_path / "rows.jsonl"

@@ -836,10 +836,12 @@ def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, flo
     world = World(0, ranks, 0, torch.device("cpu"))
     folders = [[folder] * trained, [folder] * frozen]
     text = memory_plan(rollout, machine, world, torch.bfloat16, *folders).text
-    gb = {"reference": 0.0}  # which a plan without one leaves out
+    gb = {}
     for item in ITEMS:
-        if item != "reference" or frozen:
-            gb[item] = float(re.search(rf"{item} ([\d.]+)", text)[1])
+        if item == "reference" and item not in text:
+            gb[item] = 0.0  # a plan without one, or with one on the host, does not name it
+            continue
+        gb[item] = float(re.search(rf"{item} ([\d.]+)", text)[1])
     return gb, text
 
 

@@ -1,6 +1,6 @@
 """Families of models on a real GPU: two steps of grpo.py each, engine and trainer in agreement.
 
-python -m pytest tests/gpu/test_families.py -q -s
+python -m pytest tests/gpu/test_model_families.py -q -s
 """
 
 import pytest
