@@ -295,7 +295,7 @@ def distillation_runs() -> dict[str, Run]:
         "distill.py --model smollm2 --teacher-prompt-column hint --max-prompt-tokens 256 "
         "--bad-rows drop --max-response-tokens 160 --micro-batch-tokens 4096 --prompts-per-step 64 "
         "--samples-per-prompt 1 --learning-rate 2e-5 --lr-schedule linear --lr-floor 0.1 "
-        "--warmup-steps 3 --total-steps 20 --eval-every 10 --eval-rows 512",
+        "--warmup-steps 2 --total-steps 10 --eval-every 10 --eval-rows 256",
         data="gsm8k-hints",
     )
     return seeded(variants, range(1, 4)) | seeded({"own-teacher": own_teacher}, range(1, 2))
