@@ -67,19 +67,6 @@ def gsm8k_rows(request: Request) -> list:
     return request.flags("parquet")
 
 
-def gsm8k_hints(request: Request) -> list:
-    """verl's rows, and a prompt for a teacher that has the solution in it."""
-    for name, split in GSM8K_SPLITS.items():
-        solved = gsm8k.read_split(request.gsm8k, split)
-        lines = []
-        for problem, row in zip(solved, gsm8k.to_table(solved, split).to_pylist()):
-            text = f"{problem['question']}\n\nA solution:\n{problem['answer']}\n\n"
-            text += f"Solve it in your own words. {gsm8k.INSTRUCTION}"
-            lines.append(json.dumps(row | {"hint": [{"role": "user", "content": text}]}) + "\n")
-        (request.folder / f"{name}.jsonl").write_text("".join(lines))
-    return request.flags("jsonl")
-
-
 def gsm8k_as(form: Callable[[list[dict]], dict], problems: int, request: Request) -> list:
     """Supervised rows in a format that TRL reads, too (trl_work.py), each with so many problems."""
     for name, split in GSM8K_SPLITS.items():
@@ -143,7 +130,6 @@ DATA: dict[str, Callable[[Request], list]] = {
     "countdown": countdown,
     "trap": trap,
     "gsm8k": gsm8k_rows,
-    "gsm8k-hints": gsm8k_hints,
     "mawps": mawps,
     "gsm8k-pairs": partial(gsm8k_as, pair, 1),
     "gsm8k-chats": partial(gsm8k_as, chat, 2),
