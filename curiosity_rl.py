@@ -91,7 +91,7 @@ class Args:
     """Pixel Reasoner's reward, objective and optimizer. Flags that scripts share are in
     common/flags.py."""
 
-    # bonus and cost: the paper's, its code's, neither
+    # bonus for looking, and its cost: the paper's, its code's, neither
     curiosity: Literal["paper", "repo", "none"] = "paper"
     curiosity_alpha: Amount = 0.5  # weight of the bonus
     curiosity_target: Amount = 0.3  # H: no bonus where this share of a group looks
@@ -99,14 +99,14 @@ class Args:
     free_calls: Limit = 1  # N, in the paper: calls that cost nothing
     # baseline and scale of scores
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"
-    # mean over tokens; over sequences; constant length
+    # mean of the loss: over tokens (dapo), over sequences (grpo), by a constant length (dr_grpo)
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this
     clip_high: Amount = 0.35  # ratio is clipped above 1 + this
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
-    learning_rate: Amount = 1e-6  # peak
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    learning_rate: Amount = 1e-6  # peak of the schedule
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
@@ -148,6 +148,9 @@ DEMO = Args(
     machine=Machine(dtype="fp32", micro_batch_tokens=4096),
     run=Run(model="tiny-vl", total_steps=30, eval_every=5, eval_rows=256),
 )
+
+# bound on log-ratios before `exp`: e^20 is far beyond every clip, and finite
+MAX_LOGRATIO = 20.0
 
 
 # new to curiosity: the reward
@@ -296,7 +299,7 @@ def token_weights(
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
 
-    episodes: Tensor  # [T] int64: index of its episode
+    episode_of_token: Tensor  # [T] int64: index of its episode
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
@@ -312,11 +315,11 @@ class Tokens:
                 if is_trained:
                     rollout_logprobs.append(logprob)
         columns = {
-            "episodes": index.episode_of_token,
+            "episode_of_token": index.episode_of_token,
             "lengths": index.lengths[index.episode_of_token].float(),
             "rollout_logprobs": torch.tensor(rollout_logprobs),
         }
-        for column in fields(cls):
+        for column in fields(cls):  # all other columns
             if column.name not in columns:
                 columns[column.name] = torch.full((len(index),), math.nan)
         return cls(**{name: values.to(device) for name, values in columns.items()})
@@ -331,15 +334,16 @@ def split_minibatches(
     """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` parts.
+    So all ranks agree on the split, and which prompts come first changes from step to step.
     """
     generator = np.random.Generator(np.random.PCG64([seed, step]))
     offset = generator.integers(max(1, len(prompts)))
     minibatch_of: dict[int, int] = {}
-    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
-        minibatch_of[prompt] = place * count // len(prompts)
+    for position, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
+        minibatch_of[prompt] = position * count // len(prompts)
     minibatches: list[list[int]] = [[] for _ in range(count)]
-    for number, episode in enumerate(episodes):
-        minibatches[minibatch_of[episode.prompt_index]].append(number)
+    for i, episode in enumerate(episodes):
+        minibatches[minibatch_of[episode.prompt_index]].append(i)
     return minibatches
 
 
@@ -366,9 +370,9 @@ def backward(
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
             if store_old_logprobs:
-                tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            mb_tokens = tokens[batch.tokens]
-            ratio = (logprobs - mb_tokens.old_logprobs).clamp(-20, 20).exp()
+                tokens.old_logprobs[batch.token_index] = logprobs.detach()
+            mb_tokens = tokens[batch.token_index]
+            ratio = (logprobs - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO).exp()
             # [N], [N]
             loss, clipped = clipped_loss(ratio, mb_tokens.advantages, args.clip_low, args.clip_high)
             weights = token_weights(
@@ -383,7 +387,7 @@ def backward(
             batch_loss = (loss * weights).sum() * world.size
             (batch_loss * scale).backward()
         total_loss += batch_loss.detach()
-        logratio = logprobs.detach() - mb_tokens.old_logprobs
+        logratio = (logprobs.detach() - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
         k3 = logratio.exp() - 1 - logratio
@@ -437,7 +441,8 @@ def main(args: Args, demo: bool = False) -> None:
     check_rollout(job, args.rollout)
     job.check_weights(job.path)  # before the engine fails on missing ones
 
-    # what samples and scores; the engine before the trainer: it needs the memory while it loads
+    # What samples and scores. The engine comes before the trainer: while it loads, it needs the
+    # memory that the trainer would hold.
     data_folder = job.output_dir / "data"
     data = with_embedded_data(
         args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
@@ -449,6 +454,7 @@ def main(args: Args, demo: bool = False) -> None:
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
+    job.leave_if_finished(total_steps)
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,
@@ -497,6 +503,7 @@ def main(args: Args, demo: bool = False) -> None:
     rehearsal = Rehearsal(job, packer, args.rollout, [optimizer])
     while rehearsal.is_due:
         with rehearsal.attempt() as minibatch:
+            # the rehearsal has packed episodes of the greatest length
             tokens = Tokens.of(packer.episodes, packer.index, device)
             backward(policy, minibatch, tokens, args, world, store_old_logprobs=True)
     handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
@@ -507,6 +514,7 @@ def main(args: Args, demo: bool = False) -> None:
     max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]
     unscored = UnscoredSteps()
     end = start + 1 if args.rollout.replay else total_steps
+    # `step` counts from 0 and names the weights that sample; logs and checkpoints count from 1
     for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
@@ -540,7 +548,7 @@ def main(args: Args, demo: bool = False) -> None:
         tokens = Tokens.of(episodes, index, device)
         minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
-            # the first minibatch gets its old log-probs for free in its own forward
+            # the first update computes the old log-probs of its own minibatch
             packer.fill(tokens.old_logprobs, policy, minibatches[1:], args.rollout.temperature)
         scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float32)  # [E]
         groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
@@ -593,23 +601,25 @@ def main(args: Args, demo: bool = False) -> None:
         unscored.count(step + 1, metrics)
 
         # 6. eval, checkpoint
-        last = step + 1 == end
-        if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
+        is_last = step + 1 == end
+        if rollouts.can_evaluate and (is_last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        exit_code = requested_exit_code()  # after the evaluation: a signal may have come during it
-        # log before saving: a step that a resume skips is then always on record
+        # read after the evaluation: a signal may have come during it
+        exit_code = requested_exit_code()
+        # The log is written before the checkpoint, so no checkpoint is ahead of the log.
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
-        ends = last or exit_code > 0 or unscored.too_many
-        if not args.rollout.replay and (ends or checkpoints.due(step + 1, accuracy)):
+        is_end = is_last or exit_code > 0 or unscored.too_many
+        must_save = is_end or checkpoints.due(step + 1, accuracy)
+        if must_save and not args.rollout.replay:
             checkpoints.save(step + 1, accuracy)
         if unscored.too_many:
             unscored.end_run(step + 1)
-        if exit_code and not last:
+        if exit_code and not is_last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # as if the signal had ended the process
+            raise SystemExit(exit_code)  # the status of a process that the signal has ended
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

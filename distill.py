@@ -1,26 +1,28 @@
 """On-policy distillation for language models.
 
-The student samples, and at each of its own tokens a teacher says what it would have predicted
-there: the gradient lowers a divergence of the two distributions. Papers: GKD (arXiv 2306.13649),
-MiniLLM (2306.08543), "On-Policy Distillation" (thinkingmachines.ai, October 2025); with a teacher
-that reads more than the student, such as the solution: --teacher-prompt-column.
+The student samples responses. At each token of a response a teacher makes its own prediction, and
+the gradient lowers a divergence between the two distributions. With --teacher-prompt-column the
+teacher reads more than the student, for example the solution. Papers: GKD (arXiv 2306.13649),
+MiniLLM (2306.08543), "On-Policy Distillation" (thinkingmachines.ai, October 2025).
 
-The loss is the mean over all trained tokens of D(p, q), where p is the student's distribution at a
-token's place, and q the teacher's (temperatures included). As in GKD no gradient goes through the
-sampling: of the places that the student reaches the gradient knows nothing.
+The loss is the mean of D(p, q) over all trained tokens, where p is the student's distribution at a
+token and q the teacher's (temperatures included). As in GKD no gradient flows through the sampling:
+the loss ignores that another policy would sample other tokens.
 
-- reverse-kl: KL(p | q) = sum p (log p - log q); p avoids what the teacher would not say
-- forward-kl: KL(q | p) = sum q (log q - log p); p covers all that the teacher would say
+- reverse-kl: KL(p | q) = sum p (log p - log q); p avoids tokens that are unlikely under q
+- forward-kl: KL(q | p) = sum q (log q - log p); p covers all tokens that are likely under q
 - jsd (GKD eq. 1): beta KL(q | m) + (1 - beta) KL(p | m) with m = beta q + (1 - beta) p; divided by
   beta (1 - beta) it tends to the forward KL for beta -> 0, and to the reverse KL for beta -> 1
 
-With z the student's logits and s = p dD/dp, the gradient is dD/dz = s - p sum(s), word by word:
-reverse-kl p (log p - log q - D), forward-kl p - q, jsd (1 - beta) p (log p - log m - KL(p | m)).
+With p = softmax(z) and s = p dD/dp, the gradient is dD/dz = s - p sum(s):
 
---estimator sampled needs one number of the teacher a token: log q - log p of the sampled token is
-its advantage in the policy gradient. Its mean is the gradient of the reverse KL: the expectation
-over y ~ p of -(log q(y) - log p(y)) d log p(y) is sum (log p - log q) dp = d KL(p | q), as sum dp
-is 0.
+- reverse-kl: p (log p - log q - D)
+- forward-kl: p - q
+- jsd: (1 - beta) p (log p - log m - KL(p | m))
+
+--estimator sampled needs one number per token from the teacher, log q(y) of the sampled token y:
+log q(y) - log p(y) is the advantage in the policy gradient. The expectation over y ~ p of
+-(log q(y) - log p(y)) d log p(y) is sum (log p - log q) dp = d KL(p | q), since sum dp = 0.
 
 What this does that others do not:
 
@@ -35,7 +37,7 @@ What this does that others do not:
     torchrun --nproc_per_node 4 distill.py --model Qwen/Qwen3-0.6B \\
         --teacher Qwen/Qwen3-4B --train-data data/gsm8k/train.parquet
 
-Names: T trained tokens on this rank, N those of a micro-batch, V words of the vocabulary.
+Names: T trained tokens on this rank, N those of a micro-batch, V entries of the vocabulary.
 Everything per token is flat ([T] or [N]): there is no padding to mask.
 
 Its mathematics is tested in tests/math/test_distill_math.py.
@@ -116,11 +118,11 @@ from common.types import Episode
 class Args:
     """The divergence and its optimizer. Flags that scripts share are in common/flags.py."""
 
-    # frozen: folder, hub id, tiny-teacher; default: --model, with --teacher-prompt-column
+    # frozen model: folder, hub id or tiny-teacher; default with --teacher-prompt-column: --model
     teacher: str | None = None
-    # of student and teacher at each token
+    # between student and teacher, at each trained token
     divergence: Literal["reverse-kl", "forward-kl", "jsd"] = "reverse-kl"
-    # of the jsd: near 0 it is like the forward, near 1 like the reverse KL
+    # weight of the teacher in the jsd's m: near 0 like the forward KL, near 1 like the reverse KL
     jsd_beta: Annotated[float, Gt(0), Lt(1)] = 0.5
     # full: over the vocabulary; sampled: log-ratio of the sampled token as its advantage
     estimator: Literal["full", "sampled"] = "full"
@@ -129,15 +131,16 @@ class Args:
     teacher_prompt_column: str | None = None
     # share of prompts whose response comes from the data set, not from the student
     data_share: Share = 0.0
-    response_column: str = "response"  # with such a response; EXTRA.NAME is in an object
+    # column of these responses; EXTRA.NAME: field NAME of the object in column EXTRA
+    response_column: str = "response"
     eval_teacher: bool = False  # evaluate the teacher before the first step
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
     clip_low: Amount = 0.2  # sampled: ratio is clipped below 1 - this
     clip_high: Amount = 0.2  # sampled: ratio is clipped above 1 + this
     dual_clip: Amount = 3.0  # sampled: loss bound for negative advantages, as a ratio; 0 = off
-    learning_rate: Amount = 1e-6  # peak
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    learning_rate: Amount = 1e-6  # peak of the schedule
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
@@ -174,25 +177,30 @@ DEMO = Args(
     run=Run(model="tiny", total_steps=40, eval_every=10),
 )
 
+# bound on log-ratios before `exp`: e^20 is far beyond every clip, and finite
+MAX_LOGRATIO = 20.0
+
 
 def divergence_terms(
     logp: Tensor, logq: Tensor, divergence: str, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """The summands of a divergence of p and q, and p times its derivative by p, word by word.
+    """The summands of a divergence D of p and q, and s = p dD/dp, for each entry of the vocabulary.
 
     logp, logq: log-probs of student and teacher, [N, V] -> [N, V], [N, V].
     """
     if divergence == "reverse-kl":
         summands = logp.exp() * (logp - logq)
-        # the derivative is log p - log q + 1; a constant falls out of s - p sum(s)
+        # dD/dp is log p - log q + 1, but a constant cancels in s - p sum(s)
         return summands, summands
     if divergence == "forward-kl":
         q = logq.exp()
         return q * (logq - logp), -q
+    # jsd
     logm = torch.logaddexp(logp + math.log(1 - beta), logq + math.log(beta))
-    student = (1 - beta) * logp.exp() * (logp - logm)
-    teacher = beta * logq.exp() * (logq - logm)
-    return teacher + student, student
+    student_part = (1 - beta) * logp.exp() * (logp - logm)
+    teacher_part = beta * logq.exp() * (logq - logm)
+    # dD/dp is (1 - beta) (log p - log m): the derivatives of log p and log m cancel
+    return student_part + teacher_part, student_part
 
 
 def clipped_loss(
@@ -219,12 +227,13 @@ def clipped_loss(
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
 
-    is_sampled: Tensor  # [T] bool: not of a response of the data set
-    rollout_logprobs: Tensor  # [T] float32: the engine's; 0 where it has not sampled
-    # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
+    is_sampled: Tensor  # [T] bool: False for tokens of the data set's responses
+    rollout_logprobs: Tensor  # [T] float32: the engine's; 0 for the data set's responses
+    # [T] float32: the trainer's, with the weights of the rollout; NaN until computed, which
+    # --estimator full does for the first minibatch alone
     old_logprobs: Tensor
     teacher_logprobs: Tensor  # [T] float32: the teacher's; NaN until computed
-    # [T] float32: with `sampled` the log-ratio; NaN until computed
+    # [T] float32: D, or log p - log q with --estimator sampled; NaN until computed
     divergences: Tensor
 
     @classmethod
@@ -235,12 +244,12 @@ class Tokens:
             for logprob, is_trained in zip(episode.logprobs, episode.loss_mask):
                 if is_trained:
                     rollout_logprobs.append(logprob)
-        is_sampled = torch.tensor([e.finish_reason != "data" for e in episodes], dtype=torch.bool)
+        is_sampled = [episode.finish_reason != "data" for episode in episodes]
         columns = {
-            "is_sampled": is_sampled[index.episode_of_token],
+            "is_sampled": torch.tensor(is_sampled, dtype=torch.bool)[index.episode_of_token],
             "rollout_logprobs": torch.tensor(rollout_logprobs),
         }
-        for column in fields(cls):
+        for column in fields(cls):  # all other columns
             if column.name not in columns:
                 columns[column.name] = torch.full((len(index),), math.nan)
         return cls(**{name: values.to(device) for name, values in columns.items()})
@@ -255,15 +264,16 @@ def split_minibatches(
     """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` parts.
+    So all ranks agree on the split, and which prompts come first changes from step to step.
     """
     generator = np.random.Generator(np.random.PCG64([seed, step]))
     offset = generator.integers(max(1, len(prompts)))
     minibatch_of: dict[int, int] = {}
-    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
-        minibatch_of[prompt] = place * count // len(prompts)
+    for position, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
+        minibatch_of[prompt] = position * count // len(prompts)
     minibatches: list[list[int]] = [[] for _ in range(count)]
-    for number, episode in enumerate(episodes):
-        minibatches[minibatch_of[episode.prompt_index]].append(number)
+    for i, episode in enumerate(episodes):
+        minibatches[minibatch_of[episode.prompt_index]].append(i)
     return minibatches
 
 
@@ -281,9 +291,9 @@ def backward(
     """Accumulate the gradient of one optimizer step, times `scale`. Returns the step's policy/* and
     distill/* metrics.
 
-    models: student and teacher. store_old_logprobs: the weights are still those of the rollout, so
-    the log-probs of this forward are the old ones: they are written to `tokens.old_logprobs`, and
-    the ratio is exactly 1. In the first epoch divergences are written to `tokens`.
+    models: student and teacher. first_epoch: the divergences are written to `tokens.divergences`.
+    store_old_logprobs: the weights are still those of the rollout, so the log-probs of this forward
+    are the old ones: they are written to `tokens.old_logprobs`, and the ratio is exactly 1.
     """
     policy, teacher = models
     temperature = args.rollout.temperature
@@ -292,29 +302,35 @@ def backward(
     means = Means()
     total_loss = torch.zeros((), device=world.device)
     batches = list(zip(minibatch.micro_batches, minibatch.teacher_batches))
+    is_full = args.estimator == "full"
     for i, (batch, teacher_batch) in enumerate(Progress("micro-batch", batches)):
         batch = batch.to(world.device)
-        if args.estimator == "full":
+        if is_full:
+            teacher_batch = teacher_batch.to(world.device)
             with torch.no_grad(), forward_context(teacher):
-                prediction = teacher(
-                    teacher_batch.to(world.device), teacher_temperature, as_teacher=True
-                )
+                prediction = teacher(teacher_batch, teacher_temperature, as_teacher=True)
         with forward_context(policy, last=i == len(batches) - 1):
-            if args.estimator == "full":
+            if is_full:
                 comparison = policy(batch, temperature, teacher=prediction, terms=terms)
-                loss = divergences = comparison.divergence  # [N]
-                logprobs, entropy = comparison.logprobs, comparison.entropy  # [N], [N]
-                tokens.teacher_logprobs[batch.tokens] = comparison.teacher_logprobs
+                logprobs = comparison.logprobs  # [N]
+                entropy = comparison.entropy  # [N]
+                tokens.teacher_logprobs[batch.token_index] = comparison.teacher_logprobs
             else:
                 logprobs, entropy = policy(batch, temperature)  # [N], [N]
             if store_old_logprobs:
-                tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            mb_tokens = tokens[batch.tokens]
-            if args.estimator == "sampled":
-                ratio = (logprobs - mb_tokens.old_logprobs).clamp(-20, 20).exp()
-                divergences = mb_tokens.old_logprobs - mb_tokens.teacher_logprobs
+                tokens.old_logprobs[batch.token_index] = logprobs.detach()
+            mb_tokens = tokens[batch.token_index]  # a copy, so it comes after the writes
+            if is_full:
+                divergences = comparison.divergence  # [N]
+                loss = divergences
+            else:
+                logratio = logprobs - mb_tokens.old_logprobs
+                logratio = logratio.clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
+                ratio = logratio.exp()
+                divergences = mb_tokens.old_logprobs - mb_tokens.teacher_logprobs  # [N]
+                advantages = -divergences
                 loss, clipped = clipped_loss(
-                    ratio, -divergences, args.clip_low, args.clip_high, args.dual_clip
+                    ratio, advantages, args.clip_low, args.clip_high, args.dual_clip
                 )
             # FSDP2 and DDP average gradients over ranks, but the denominator is global: hence
             # world.size. Means average "policy/loss" over ranks in the same way.
@@ -322,26 +338,27 @@ def backward(
             (batch_loss * scale).backward()
         total_loss += batch_loss.detach()
         if first_epoch:
-            tokens.divergences[batch.tokens] = divergences.detach()
+            tokens.divergences[batch.token_index] = divergences.detach()
         count = len(logprobs)
-        means.add("distill/divergence", divergences.sum(), count)
-        means.add("distill/teacher_logprob", mb_tokens.teacher_logprobs.sum(), count)
-        means.add("policy/entropy", entropy.sum(), count)
-        if args.estimator == "full":
-            means.add("distill/teacher_entropy", comparison.teacher_entropy.sum(), count)
-            means.add("distill/agreement", comparison.agreement.sum(), count)
+        means.add("distill/divergence", divergences.sum(), count=count)
+        means.add("distill/teacher_logprob", mb_tokens.teacher_logprobs.sum(), count=count)
+        means.add("policy/entropy", entropy.sum(), count=count)
+        if is_full:
+            means.add("distill/teacher_entropy", comparison.teacher_entropy.sum(), count=count)
+            means.add("distill/agreement", comparison.agreement.sum(), count=count)
         else:
-            means.add("policy/clip_fraction", clipped.sum(), count)
-            logratio = logprobs.detach() - mb_tokens.old_logprobs
-            k3 = logratio.exp() - 1 - logratio
-            means.add("policy/approx_kl", k3.sum(), count)
+            means.add("policy/clip_fraction", clipped.sum(), count=count)
+            # k3 estimate of KL(rollout's policy | this policy)
+            k3 = ratio - 1 - logratio
+            means.add("policy/approx_kl", k3.sum(), count=count)
     means.add("policy/loss", total_loss)
     return means
 
 
 def data_places(count: int, share: float, seed: int, step: int) -> set[int]:
     """Which of the `count` prompts of a step get their response from the data set."""
-    generator = np.random.Generator(np.random.PCG64([seed, step]))
+    # a stream of its own: `split_minibatches` draws from [seed, step]
+    generator = np.random.Generator(np.random.PCG64([seed, step, 1]))
     places = generator.permutation(count).tolist()
     return set(places[: round(share * count)])
 
@@ -354,7 +371,7 @@ def collect(
     step: int,
     watch: Stopwatch,
 ) -> list[Episode]:
-    """This rank's episodes of a step: sampled ones, with scores where rows have truths, and
+    """This rank's episodes of a step: sampled ones, scored where their row has a truth, and
     responses of the data set."""
     # 1. data
     num_prompts = args.rollout.prompts_per_step
@@ -373,9 +390,9 @@ def collect(
     for place, row in prompts.items():
         if place in from_data and not row.problem:
             episodes.append(responses.episode(place, row, args.rollout.max_response_tokens))
-    if teacher_prompts:
+    if teacher_prompts is not None:
         for episode in episodes:
-            row = teacher_prompts.with_index(episode.row)
+            row = teacher_prompts.usable_row(episode.row)
             episode.teacher_prompt_ids = row.prompt_ids
             if row.problem:
                 episode.finish_reason = "unreadable"
@@ -400,13 +417,12 @@ def check_args(args: Args) -> None:
         raise SystemExit(
             f"--dual-clip {args.dual_clip}: a bound on the ratio must be above 1 (0 = off)"
         )
-    sampled = args.estimator == "sampled"
-    if sampled and args.divergence != "reverse-kl":
+    if args.estimator == "sampled" and args.divergence != "reverse-kl":
         raise SystemExit(
             f"--estimator sampled --divergence {args.divergence}: the log-ratio of the sampled "
             "token estimates the reverse KL alone; leave out --estimator sampled"
         )
-    if sampled and args.data_share:
+    if args.estimator == "sampled" and args.data_share:
         raise SystemExit(
             "--estimator sampled --data-share: it takes tokens that the student has sampled; leave "
             "out --estimator sampled"
@@ -416,16 +432,19 @@ def check_args(args: Args) -> None:
             "--teacher-prompt-column with a class as --environment: its `reset` makes the prompts"
         )
     off_policy = args.minibatches * args.epochs_per_step > 1
-    several = "--estimator sampled, and several --minibatches or --epochs-per-step"
+    has_clips = args.estimator == "sampled" and off_policy
+    needs_of_clips = "--estimator sampled, and several --minibatches or --epochs-per-step"
+    # without --train-data it is the embedded demo, which has rows for evaluation
+    has_eval_data = bool(args.data.eval_data) or not args.data.train_data
     uses = {  # flag: (whether it has an effect, what it needs for one)
         "jsd_beta": (args.divergence == "jsd", "--divergence jsd"),
-        "clip_low": (sampled and off_policy, several),
-        "clip_high": (sampled and off_policy, several),
-        "dual_clip": (sampled and off_policy, several),
+        "clip_low": (has_clips, needs_of_clips),
+        "clip_high": (has_clips, needs_of_clips),
+        "dual_clip": (has_clips, needs_of_clips),
         "response_column": (args.data_share > 0, "a --data-share"),
         "eval_teacher": (
-            args.teacher is not None and bool(args.data.eval_data or not args.data.train_data),
-            "a --teacher and --eval-data",
+            training and args.teacher is not None and has_eval_data,
+            "a --teacher and --eval-data, and no --eval-only",
         ),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
@@ -449,15 +468,18 @@ def main(args: Args, demo: bool = False) -> None:
     world, device = job.world, job.world.device
     check_rollout(job, args.rollout)
     job.check_weights(job.path)  # before the engine fails on missing ones
-    # a teacher's prompt may have a solution in it
-    teacher_len = args.rollout.max_model_len
+    teacher_len = args.rollout.max_model_len  # tokens of the longest text that the teacher reads
     if args.teacher_prompt_column:
+        # its prompt may hold a solution, as long as a response
         teacher_len += args.rollout.max_response_tokens
-    teacher_path = find_teacher(job, args.teacher, teacher_len) if training else job.path
+    teacher_path = None
+    if training:
+        teacher_path = find_teacher(job, args.teacher, teacher_len)
     if args.eval_teacher:
         check_same_shapes(job, teacher_path)
 
-    # what samples and scores; the engine before the trainer: it needs the memory while it loads
+    # What samples and scores. The engine comes before the trainer: while it loads, it needs the
+    # memory that the trainer would hold.
     data_folder = job.output_dir / "data"
     data = with_embedded_data(
         args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
@@ -477,12 +499,13 @@ def main(args: Args, demo: bool = False) -> None:
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
+    job.leave_if_finished(total_steps)
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,
         trained=[job.path],
         frozen=[],
-        teacher=teacher_path if training else None,
+        teacher=teacher_path,
         replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
     )
     engine = open_engine(job, args.rollout)
@@ -502,9 +525,11 @@ def main(args: Args, demo: bool = False) -> None:
         engine_group=engine_group,
     )
 
-    # what is trained, and by whom
-    policy = job.load_policy(make=Predictor)
-    teacher = job.load_teacher(teacher_path, policy, teacher_len, Predictor) if training else None
+    # what is trained, and its teacher
+    policy = job.load_policy(model_class=Predictor)
+    teacher = None
+    if training:
+        teacher = job.load_teacher(teacher_path, policy, teacher_len, Predictor)
     optimizer = job.adamw(policy, args.weight_decay, args.max_grad_norm)
     packer = Packer(job.attention, job.micro_batch_tokens, job.output_dir, world, job.vision)
     checkpoints = Checkpoints(
@@ -523,11 +548,13 @@ def main(args: Args, demo: bool = False) -> None:
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)
         return
+    # one module: if memory runs out, the state of both is reset
     models = nn.ModuleList([policy, teacher])
     # do the largest micro-batches fit?
-    rehearsal = Rehearsal(job, packer, args.rollout, [optimizer], teacher)
+    rehearsal = Rehearsal(job, packer, args.rollout, [optimizer], teacher=teacher)
     while rehearsal.is_due:
         with rehearsal.attempt() as minibatch:
+            # the rehearsal has packed episodes of the greatest length
             tokens = Tokens.of(packer.episodes, packer.index, device)
             backward(
                 models, minibatch, tokens, args, world, first_epoch=True, store_old_logprobs=True
@@ -545,24 +572,26 @@ def main(args: Args, demo: bool = False) -> None:
         logger.event({"event": "teacher", "step": 0, **metrics})
     max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]
     end = start + 1 if args.rollout.replay else total_steps
+    # `step` counts from 0 and names the weights that sample; logs and checkpoints count from 1
     for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
         if args.rollout.replay:
-            sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
+            collected, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
             check_replayed_prompts(episodes, args.rollout.replay, args.teacher_prompt_column)
         else:
             with watch("sync"):
                 sync_engine(engine, policy, step)
-            sampled = collect(rollouts, args, responses, teacher_prompts, step, watch)
-            episodes = [episode for episode in sampled if is_usable(episode)]
+            # parts 1 to 3 stand in `collect`: data, rollout, rewards
+            collected = collect(rollouts, args, responses, teacher_prompts, step, watch)
+            episodes = [episode for episode in collected if is_usable(episode)]
             sleep_engine(engine, policy)
 
         # 4. update
         with watch("wait"):  # for ranks that still sample or score
             trained_prompts = prompts_of_all_ranks(episodes)
         split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
-        sampled, episodes, split = balance_ranks(sampled, episodes, split, world)
+        collected, episodes, split = balance_ranks(collected, episodes, split, world)
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
         teacher_episodes = None
@@ -607,12 +636,11 @@ def main(args: Args, demo: bool = False) -> None:
                     scale=optimizer.scale,
                 )
                 means.merge(update_means)
-                if on_policy:  # now the old log-probs of this minibatch are in
-                    places = torch.cat([batch.tokens for batch in minibatch.micro_batches]).to(
-                        device
-                    )
-                    sampled_tokens = tokens[places]
-                    sampled_tokens = sampled_tokens[sampled_tokens.is_sampled]
+                if on_policy:
+                    # of this minibatch: with --estimator full no other one has old log-probs
+                    indices = [batch.token_index for batch in minibatch.micro_batches]
+                    mb_tokens = tokens[torch.cat(indices).to(device)]
+                    sampled_tokens = mb_tokens[mb_tokens.is_sampled]
                     gap = checked_gap(
                         sampled_tokens.rollout_logprobs,
                         sampled_tokens.old_logprobs,
@@ -621,38 +649,42 @@ def main(args: Args, demo: bool = False) -> None:
                     )
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
-        teacher.to("cpu" if "reference" in args.machine.offload else device)
+        if "reference" in args.machine.offload:  # it offloads a teacher, too
+            teacher.to("cpu")
         if due(step + 1, args.rollout.dump_rollouts_every):
             store_divergences(episodes, index, tokens.divergences)
             no_advantages = [0.0] * len(episodes)
-            rollouts.dump(step + 1, sampled, episodes, no_advantages, packer.budget)
+            rollouts.dump(step + 1, collected, episodes, no_advantages, packer.budget)
 
         # 5. log
-        answered = [episode for episode in sampled if episode.finish_reason != "data"]
-        means.merge(rollout_means(answered, watch.seconds, with_tools=turns is not None))
+        sampled = [episode for episode in collected if episode.finish_reason != "data"]
+        means.merge(rollout_means(sampled, watch.seconds, with_tools=turns is not None))
         metrics = rollout_metrics(means.reduce()) | {
             "optim/lr": lr,
             "optim/loss_scale": optimizer.scale,
             "data/epoch": loader.epoch,
         }
-        metrics.pop("reward/unscored_steps", None)  # rows need no truth
+        # it counts steps without a score, but rows need no truth here
+        metrics.pop("reward/unscored_steps", None)
 
         # 6. eval, checkpoint
-        last = step + 1 == end
-        if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
+        is_last = step + 1 == end
+        if rollouts.can_evaluate and (is_last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        exit_code = requested_exit_code()  # after the evaluation: a signal may have come during it
-        # log before saving: a step that a resume skips is then always on record
+        # read after the evaluation: a signal may have come during it
+        exit_code = requested_exit_code()
+        # The log is written before the checkpoint, so no checkpoint is ahead of the log.
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
-        ends = last or exit_code > 0
-        if not args.rollout.replay and (ends or checkpoints.due(step + 1, accuracy)):
+        is_end = is_last or exit_code > 0
+        must_save = is_end or checkpoints.due(step + 1, accuracy)
+        if must_save and not args.rollout.replay:
             checkpoints.save(step + 1, accuracy)
-        if exit_code and not last:
+        if exit_code and not is_last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # as if the signal had ended the process
+            raise SystemExit(exit_code)  # the status of a process that the signal has ended
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

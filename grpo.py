@@ -21,8 +21,8 @@ Where this differs from the papers and from most implementations:
     torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
         --train-data data/gsm8k/train.parquet --samples-per-prompt 8
 
-Names: P prompts a step, G samples of a prompt, E episodes on this rank, T their trained tokens, N
-those of a micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
+Names: G samples of a prompt, E episodes on this rank, T their trained tokens, N those of a
+micro-batch. Everything per token is flat ([T] or [N]): there is no padding to mask.
 
 Its mathematics is tested in tests/math/test_grpo_math.py and tests/math/test_objectives.py.
 """
@@ -92,7 +92,7 @@ class Args:
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
     # baseline and scale of scores
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-std"
-    # mean over tokens; sequences (default of gspo); constant length
+    # mean of the loss: tokens (dapo), sequences (grpo, default of gspo), constant length (dr_grpo)
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this; default of gspo: 3e-4
     # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28); default of gspo: 4e-4
@@ -100,15 +100,16 @@ class Args:
     dual_clip: Amount = 3.0  # loss bound for negative advantages, as a ratio; 0 = off
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
-    entropy_coef: float = 0.0  # bonus for entropy
-    # weight by trainer / engine probability: TIS (truncate), IcePop, MIS (mask); or drop responses
+    entropy_coef: float = 0.0  # weight of an entropy bonus
+    # of the engine's log-probs: weigh a token by trainer / engine probability, at most HIGH
+    # (truncate: TIS), or 0 outside LOW HIGH (mask: IcePop, MIS); or drop responses (sequence)
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"
-    # truncate: 0 and the largest weight; mask, sequence: outside of it the weight is 0
+    # LOW HIGH of --correction; truncate has no LOW: give 0
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)
     # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
     kl_reward_coef: Amount = 0.0
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
-    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
+    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of --kl-loss-coef; k3-is: times the ratio
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     overlong_buffer: Limit = 0
     mask_truncated: bool = False  # do not train on truncated responses
@@ -118,8 +119,8 @@ class Args:
     oversample: Amount = 1.0
     # added to the score of a right answer, for each tool call that did something
     tool_bonus: Amount = 0.0
-    learning_rate: Amount = 1e-6  # peak
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    learning_rate: Amount = 1e-6  # peak of the schedule
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     warmup_steps: Amount = 0.0  # steps of linear warm-up; below 1: share of all steps
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
@@ -155,8 +156,11 @@ DEMO = Args(
     run=Run(model="tiny", total_steps=40, eval_every=10),
 )
 
+# bound on log-ratios before `exp`: e^20 is far beyond every clip, and finite
+MAX_LOGRATIO = 20.0
+
 # GSPO's ratio is a mean over the sequence: it stays so near to 1 that PPO's bounds would never clip
-# it (arXiv 2507.18071 sec. 5.1).
+# it (arXiv 2507.18071 sec. 5.1). Its loss is a mean over sequences.
 GSPO_DEFAULTS = {"clip_low": 3e-4, "clip_high": 4e-4, "reduction": "grpo"}
 
 
@@ -180,8 +184,8 @@ def shaped_scores(
     if not overlong_buffer:
         return scores
     lengths = torch.tensor([len(episode.response_ids) for episode in episodes])
-    longest_free = max_response_tokens - overlong_buffer
-    return scores + ((longest_free - lengths) / overlong_buffer).clamp(-1, 0)
+    max_free_length = max_response_tokens - overlong_buffer
+    return scores + ((max_free_length - lengths) / overlong_buffer).clamp(-1, 0)
 
 
 def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
@@ -212,14 +216,15 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     return advantages.to(scores.dtype)
 
 
-def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
-    """At each token, the mean of `values` [N] over the tokens of its episode. episodes [N] int64
-    -> [N]."""
-    # an episode's place; `unique` would make the host wait for the GPU, to learn their number
-    place = torch.searchsorted(episodes.sort().values, episodes)
-    sums = torch.zeros_like(values).index_add(0, place, values)
-    counts = torch.zeros_like(values).index_add(0, place, torch.ones_like(values))
-    return sums[place] / counts[place]
+def sequence_mean(values: Tensor, episode_of_token: Tensor) -> Tensor:
+    """At each token, the mean of `values` [N] over the tokens of its episode. episode_of_token [N]
+    int64 -> [N]."""
+    # Each episode is numbered by the place of its first token among the sorted ones, below N.
+    # `unique` would number them without gaps, but the host would wait for the GPU to count them.
+    number = torch.searchsorted(episode_of_token.sort().values, episode_of_token)
+    sums = torch.zeros_like(values).index_add(0, number, values)
+    counts = torch.zeros_like(values).index_add(0, number, torch.ones_like(values))
+    return sums[number] / counts[number]
 
 
 def clipped_loss(
@@ -242,10 +247,11 @@ def clipped_loss(
     return loss, clipped
 
 
-def sequence_ratio(logprobs: Tensor, logratio: Tensor, episodes: Tensor) -> Tensor:
+def sequence_ratio(logprobs: Tensor, logratio: Tensor, episode_of_token: Tensor) -> Tensor:
     """GSPO's ratio [N]: the geometric mean over the sequence, with the token's gradient (arXiv
     2507.18071 eq. 14)."""
-    return (logprobs - logprobs.detach() + sequence_mean(logratio, episodes).detach()).exp()
+    mean_logratio = sequence_mean(logratio, episode_of_token).detach()
+    return (logprobs - logprobs.detach() + mean_logratio).exp()
 
 
 def cispo_loss(
@@ -261,7 +267,7 @@ def engine_correction(
     correction: str,
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
-    episodes: Tensor,
+    episode_of_token: Tensor,
     low: float,
     high: float,
 ) -> Tensor:
@@ -272,13 +278,13 @@ def engine_correction(
     else 0 (IcePop, arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over
     the sequence <= high, else 0. What is masked stays in the denominator.
     """
-    logratio = (old_logprobs - rollout_logprobs).detach().clamp(-20, 20)
+    logratio = (old_logprobs - rollout_logprobs).detach().clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
     if correction == "truncate":
         return logratio.exp().clamp(max=high)
     if correction == "mask":
         weight = logratio.exp()
         return torch.where((weight >= low) & (weight <= high), weight, 0.0)
-    weight = sequence_mean(logratio, episodes).exp()
+    weight = sequence_mean(logratio, episode_of_token).exp()
     return ((weight >= low) & (weight <= high)).to(weight.dtype)
 
 
@@ -292,7 +298,7 @@ def kl_estimate(
     gradients through both factors; also right off-policy (DeepSeek-V3.2, arXiv 2512.02556 sec.
     3.1).
     """
-    d = (logprobs - ref_logprobs).clamp(-20, 20)
+    d = (logprobs - ref_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
     if estimator == "k1":
         return d
     if estimator == "k2":
@@ -300,7 +306,7 @@ def kl_estimate(
     k3 = (-d).exp() - 1 + d
     if estimator == "k3":
         return k3
-    return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp()
+    return k3 * (logprobs - old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO).exp()
 
 
 def token_weights(
@@ -327,7 +333,7 @@ def token_weights(
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
 
-    episodes: Tensor  # [T] int64: index of its episode
+    episode_of_token: Tensor  # [T] int64: index of its episode
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
@@ -344,11 +350,11 @@ class Tokens:
                 if is_trained:
                     rollout_logprobs.append(logprob)
         columns = {
-            "episodes": index.episode_of_token,
+            "episode_of_token": index.episode_of_token,
             "lengths": index.lengths[index.episode_of_token].float(),
             "rollout_logprobs": torch.tensor(rollout_logprobs),
         }
-        for column in fields(cls):
+        for column in fields(cls):  # all other columns
             if column.name not in columns:
                 columns[column.name] = torch.full((len(index),), math.nan)
         return cls(**{name: values.to(device) for name, values in columns.items()})
@@ -361,10 +367,10 @@ def policy_loss(
     logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token [N], to be averaged, and whether a clip is active [N]."""
-    logratio = (logprobs - tokens.old_logprobs).clamp(-20, 20)
+    logratio = (logprobs - tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
     ratio = logratio.exp()
     if args.objective == "gspo":
-        ratio = sequence_ratio(logprobs, logratio, tokens.episodes)
+        ratio = sequence_ratio(logprobs, logratio, tokens.episode_of_token)
     if args.objective == "cispo":
         loss, clipped = cispo_loss(
             logprobs, ratio, tokens.advantages, args.clip_low, args.clip_high
@@ -379,7 +385,7 @@ def policy_loss(
             args.correction,
             tokens.old_logprobs,
             tokens.rollout_logprobs,
-            tokens.episodes,
+            tokens.episode_of_token,
             low=args.correction_range[0],
             high=args.correction_range[1],
         )
@@ -397,15 +403,16 @@ def split_minibatches(
     """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` parts.
+    So all ranks agree on the split, and which prompts come first changes from step to step.
     """
     generator = np.random.Generator(np.random.PCG64([seed, step]))
     offset = generator.integers(max(1, len(prompts)))
     minibatch_of: dict[int, int] = {}
-    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
-        minibatch_of[prompt] = place * count // len(prompts)
+    for position, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
+        minibatch_of[prompt] = position * count // len(prompts)
     minibatches: list[list[int]] = [[] for _ in range(count)]
-    for number, episode in enumerate(episodes):
-        minibatches[minibatch_of[episode.prompt_index]].append(number)
+    for i, episode in enumerate(episodes):
+        minibatches[minibatch_of[episode.prompt_index]].append(i)
     return minibatches
 
 
@@ -432,8 +439,8 @@ def backward(
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
             if store_old_logprobs:
-                tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            mb_tokens = tokens[batch.tokens]
+                tokens.old_logprobs[batch.token_index] = logprobs.detach()
+            mb_tokens = tokens[batch.token_index]
             loss, clipped = policy_loss(logprobs, entropy, mb_tokens, args)  # [N], [N]
             weights = token_weights(
                 args.reduction,
@@ -447,7 +454,7 @@ def backward(
             batch_loss = (loss * weights).sum() * world.size
             (batch_loss * scale).backward()
         total_loss += batch_loss.detach()
-        logratio = logprobs.detach() - mb_tokens.old_logprobs
+        logratio = (logprobs.detach() - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
         k3 = logratio.exp() - 1 - logratio
@@ -457,7 +464,7 @@ def backward(
 
 
 def collect(
-    rollouts: Rollouts, num_prompts: int, step: int, watch: Stopwatch, first: int = 0
+    rollouts: Rollouts, args: Args, num_prompts: int, step: int, watch: Stopwatch, first: int = 0
 ) -> list[Episode]:
     """This rank's episodes of the next prompts, sampled and scored. first: place of the first of
     these prompts in the step."""
@@ -471,6 +478,10 @@ def collect(
     # 3. rewards
     with watch("reward"):
         rollouts.score(episodes, prompts)
+    for episode in episodes:  # an environment's rewards for single turns
+        episode.score += math.fsum(reward for _, reward in episode.turn_rewards)
+    if args.tool_bonus:
+        add_tool_bonus(episodes, args.tool_bonus)
     return episodes
 
 
@@ -490,8 +501,8 @@ def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
 
 
 def score_deviations(episodes: list[Episode]) -> dict[int, float]:
-    """{prompt: standard deviation of its group's scores}, of the episodes of all ranks; 0 if they
-    are equal. A group of which no sample could be scored is left out. All ranks call it."""
+    """{prompt: standard deviation of its group's scores, 0 for equal ones}, over the episodes of
+    all ranks. A group of which no sample could be scored is left out. All ranks call it."""
     deviations: dict[int, float] = {}
     for prompt, group in by_prompt(episodes).items():
         # the score is NaN where scoring has failed
@@ -517,22 +528,23 @@ def unequal_prompts(deviations: dict[int, float], count: int, widest_first: bool
 
 
 class GroupYield:
-    """The share of prompts whose groups have unequal scores, over about the last `memory` prompts
+    """The share of prompts whose groups have unequal scores, over about the last `window` prompts
     that were sampled."""
 
-    def __init__(self, memory: int = 256):
-        self.memory = memory
-        self.counts = {"sampled": 0.0, "unequal": 0.0}  # prompts; old ones fade; in checkpoints
+    def __init__(self, window: int = 256):
+        self.window = window
+        # numbers of prompts, the older ones decayed; saved in checkpoints
+        self.counts = {"sampled": 0.0, "unequal": 0.0}
 
     @property
     def share(self) -> float:
-        """1 before anything is sampled, and never 0."""
+        """With one unequal group added: 1 at the start, and never 0."""
         return (self.counts["unequal"] + 1) / (self.counts["sampled"] + 1)
 
     def add(self, sampled: int, unequal: int) -> None:
-        fading = max(0.0, 1 - sampled / self.memory)
-        self.counts["sampled"] = fading * self.counts["sampled"] + sampled
-        self.counts["unequal"] = fading * self.counts["unequal"] + unequal
+        decay = max(0.0, 1 - sampled / self.window)
+        self.counts["sampled"] = decay * self.counts["sampled"] + sampled
+        self.counts["unequal"] = decay * self.counts["unequal"] + unequal
 
     def num_prompts(self, num_groups: int) -> int:
         """Prompts to sample for `num_groups` groups of unequal scores, a standard deviation more
@@ -546,56 +558,55 @@ def collect_groups(
 ) -> tuple[list[Episode], list[Episode]]:
     """The episodes of a step: all that were sampled, and those to train on.
 
-    With --dynamic-sampling groups of equal scores are replaced by those of further prompts: a
-    round samples as many prompts as will be enough by `group_yield`, and where they are not, there
-    is another one. What is trained on are the first prompts with unequal scores. If groups are
-    still missing after the last round, the step trains on those it has, or on none: the policy may
-    have solved the task.
+    With --dynamic-sampling, groups of equal scores are replaced by groups of further prompts. Each
+    round samples as many prompts as `group_yield` expects to suffice; if they do not, another round
+    follows. The step trains on the first prompts with unequal scores; with --oversample, on those
+    whose scores deviate most. If groups are still missing after the last round, it trains on those
+    it has, or on none: the policy may have solved the task.
     """
     num_groups = args.rollout.prompts_per_step  # to train on, over all ranks
+    if not is_selective(args):
+        sampled = collect(rollouts, args, num_groups, step, watch)
+        return sampled, [episode for episode in sampled if math.isfinite(episode.score)]
     max_rounds = max(args.dynamic_sampling, 1)
-    max_prompts = max_rounds * oversampled(num_groups, args.oversample)
+    max_prompts = max_rounds * num_oversampled(num_groups, args.oversample)  # over all rounds
     num_missing = num_groups
     num_drawn = 0
     sampled: list[Episode] = []
     deviations: dict[int, float] = {}
-    chosen: set[int] = set()  # prompts to train on
+    chosen_prompts: set[int] = set()  # to train on
     for _ in range(max_rounds):
-        num_prompts = oversampled(num_missing, args.oversample)
+        num_prompts = num_oversampled(num_missing, args.oversample)
         if args.dynamic_sampling:
             num_prompts = max(num_prompts, group_yield.num_prompts(num_missing))
         num_prompts = min(num_prompts, max_prompts - num_drawn)
-        new = collect(rollouts, num_prompts, step, watch, first=num_drawn)
-        for episode in new:  # an environment's rewards for single turns
-            episode.score += math.fsum(reward for _, reward in episode.turn_rewards)
-        if args.tool_bonus:
-            add_tool_bonus(new, args.tool_bonus)
-        sampled += new
+        new_episodes = collect(rollouts, args, num_prompts, step, watch, first=num_drawn)
+        sampled += new_episodes
         num_drawn += num_prompts
-        if not is_selective(args):
-            break
         with watch("wait"):
-            new_deviations = score_deviations(new)
+            new_deviations = score_deviations(new_episodes)
         num_unequal = sum(deviation > 0 for deviation in new_deviations.values())
         group_yield.add(len(new_deviations), num_unequal)
         deviations |= new_deviations
-        chosen = unequal_prompts(deviations, num_groups, widest_first=args.oversample > 1)
-        num_missing = num_groups - len(chosen)
-        if not num_missing or num_drawn == max_prompts:
+        chosen_prompts = unequal_prompts(deviations, num_groups, widest_first=args.oversample > 1)
+        num_missing = num_groups - len(chosen_prompts)
+        if num_missing == 0 or num_drawn == max_prompts:
             break
-    if num_missing and is_selective(args):
+    if num_missing:
         say(
             f"step {step + 1} trains on {num_groups - num_missing} groups, not on {num_groups}: "
             f"no more of the {num_drawn} drawn have unequal scores"
         )
-    trained = [episode for episode in sampled if math.isfinite(episode.score)]
-    if is_selective(args):
-        trained = [episode for episode in trained if episode.prompt_index in chosen]
+    trained = []
+    for episode in sampled:
+        if episode.prompt_index in chosen_prompts and math.isfinite(episode.score):
+            trained.append(episode)
     return sampled, trained
 
 
-def oversampled(num_prompts: int, oversample: float) -> int:
-    return math.ceil(round(num_prompts * oversample, 6))
+def num_oversampled(num_prompts: int, factor: float) -> int:
+    """Prompts to draw for `num_prompts`; rounded first, as 25 * 1.12 is above 28 in floats."""
+    return math.ceil(round(num_prompts * factor, 6))
 
 
 def is_selective(args: Args) -> bool:
@@ -635,7 +646,8 @@ def check_args(args: Args) -> None:
         raise SystemExit(f"--oversample {args.oversample}: must be from 1 to 100")
     if args.dynamic_sampling == 1:
         raise SystemExit("--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
-    # group-std scales a small KL up; a masked response has no trained token, and so pays no KL
+    # group-std divides by the spread, so in a group of equal scores a small KL becomes a whole
+    # advantage; a masked response has no trained token, so it pays no KL
     kl_decides = args.advantage == "group-std" or args.mask_truncated
     if args.kl_reward_coef and kl_decides:
         raise SystemExit(
@@ -681,7 +693,8 @@ def main(args: Args, demo: bool = False) -> None:
     check_rollout(job, args.rollout)
     job.check_weights(job.path)  # before the engine fails on missing ones
 
-    # what samples and scores; the engine before the trainer: it needs the memory while it loads
+    # What samples and scores. The engine comes before the trainer: while it loads, it needs the
+    # memory that the trainer would hold.
     data_folder = job.output_dir / "data"
     data = with_embedded_data(
         args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
@@ -691,8 +704,9 @@ def main(args: Args, demo: bool = False) -> None:
     train_data, eval_data = open_prompts(job, data, args.rollout, tool_pool)
     turns = open_turns(job, args.rollout, tool_pool)
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
-    num_prompts = oversampled(args.rollout.prompts_per_step, args.oversample)
+    num_prompts = num_oversampled(args.rollout.prompts_per_step, args.oversample)
     total_steps = num_steps(args.run, train_data, num_prompts)
+    job.leave_if_finished(total_steps)
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,
@@ -744,6 +758,7 @@ def main(args: Args, demo: bool = False) -> None:
     rehearsal = Rehearsal(job, packer, args.rollout, [optimizer])
     while rehearsal.is_due:
         with rehearsal.attempt() as minibatch:
+            # the rehearsal has packed episodes of the greatest length
             tokens = Tokens.of(packer.episodes, packer.index, device)
             backward(policy, minibatch, tokens, args, world, store_old_logprobs=True)
     handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
@@ -754,12 +769,14 @@ def main(args: Args, demo: bool = False) -> None:
     max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]
     unscored = UnscoredSteps()
     end = start + 1 if args.rollout.replay else total_steps
+    # `step` counts from 0 and names the weights that sample; logs and checkpoints count from 1
     for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
         else:
+            # parts 1 to 3 stand in `collect`: data, rollout, rewards
             with watch("sync"):
                 sync_engine(engine, policy, step)
             sampled, episodes = collect_groups(rollouts, args, group_yield, step, watch)
@@ -776,10 +793,10 @@ def main(args: Args, demo: bool = False) -> None:
         tokens = Tokens.of(episodes, index, device)
         minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
-            # The first update computes the old log-probs of its minibatch anyway, but the KL in
-            # the reward needs all of them now.
-            computed_now = minibatches if args.kl_reward_coef else minibatches[1:]
-            packer.fill(tokens.old_logprobs, policy, computed_now, args.rollout.temperature)
+            # The first update computes the old log-probs of its own minibatch. The KL in the
+            # reward needs those of all minibatches before it.
+            without_logprobs = minibatches if args.kl_reward_coef else minibatches[1:]
+            packer.fill(tokens.old_logprobs, policy, without_logprobs, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
@@ -789,7 +806,7 @@ def main(args: Args, demo: bool = False) -> None:
         )
         if args.kl_reward_coef:
             kl = kl_estimate(  # [T]
-                tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1"
+                tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, estimator="k1"
             ).cpu()
             scores = scores - args.kl_reward_coef * index.sums(kl)
         groups = torch.tensor([e.prompt_index for e in episodes], dtype=torch.int64)  # [E]
@@ -835,7 +852,9 @@ def main(args: Args, demo: bool = False) -> None:
         if is_selective(args):
             means.add("rollout/unused", len(sampled) - len(episodes), count=len(sampled))
         if reference:
-            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k3")
+            kl = kl_estimate(
+                tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, estimator="k3"
+            )
             means.add("policy/kl_to_ref", kl.sum(), count=len(kl))
         metrics = rollout_metrics(means.reduce()) | {
             "optim/lr": lr,
@@ -845,23 +864,25 @@ def main(args: Args, demo: bool = False) -> None:
         unscored.count(step + 1, metrics)
 
         # 6. eval, checkpoint
-        last = step + 1 == end
-        if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
+        is_last = step + 1 == end
+        if rollouts.can_evaluate and (is_last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        exit_code = requested_exit_code()  # after the evaluation: a signal may have come during it
-        # log before saving: a step that a resume skips is then always on record
+        # read after the evaluation: a signal may have come during it
+        exit_code = requested_exit_code()
+        # The log is written before the checkpoint, so no checkpoint is ahead of the log.
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
-        ends = last or exit_code > 0 or unscored.too_many
-        if not args.rollout.replay and (ends or checkpoints.due(step + 1, accuracy)):
+        is_end = is_last or exit_code > 0 or unscored.too_many
+        must_save = is_end or checkpoints.due(step + 1, accuracy)
+        if must_save and not args.rollout.replay:
             checkpoints.save(step + 1, accuracy)
         if unscored.too_many:
             unscored.end_run(step + 1)
-        if exit_code and not last:
+        if exit_code and not is_last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # as if the signal had ended the process
+            raise SystemExit(exit_code)  # the status of a process that the signal has ended
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

@@ -97,7 +97,7 @@ class Args:
     gamma: Share = 1.0  # discount per token
     # GAE's lambda for the advantages; the critic's targets are the plain returns
     gae_lambda: Share = 1.0
-    # mean over tokens; over sequences; constant length
+    # mean of the loss: over tokens (dapo), over sequences (grpo), by a constant length (dr_grpo)
     reduction: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     clip_low: Amount = 0.2  # ratio is clipped below 1 - this
     clip_high: Amount = 0.2  # ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)
@@ -105,15 +105,16 @@ class Args:
     value_clip: Amount = 0.5  # values are clipped this far from the old ones; 0 = off
     minibatches: Count = 4  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
-    entropy_coef: float = 0.0  # bonus for entropy
-    # weight by trainer / engine probability: TIS (truncate), IcePop, MIS (mask); or drop responses
+    entropy_coef: float = 0.0  # weight of an entropy bonus
+    # of the engine's log-probs: weigh a token by trainer / engine probability, at most HIGH
+    # (truncate: TIS), or 0 outside LOW HIGH (mask: IcePop, MIS); or drop responses (sequence)
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"
-    # truncate: 0 and the largest weight; mask, sequence: outside of it the weight is 0
+    # LOW HIGH of --correction; truncate has no LOW: give 0
     correction_range: tuple[Amount, Amount] = (0.5, 2.0)
     # coefficient of the KL to the initial policy, in the reward (k1); 0 = off
     kl_reward_coef: Amount = 0.0
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
-    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of the loss; k3-is: importance-weighted
+    kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of --kl-loss-coef; k3-is: times the ratio
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
     overlong_buffer: Limit = 0
     mask_truncated: bool = False  # do not train on truncated responses
@@ -121,10 +122,10 @@ class Args:
     critic_model: str | None = None
     reward_model: str | None = None  # transformers sequence classifier; adds to the rule's score
     reward_model_weight: float = 1.0  # reward: the rule's score + this * the model's
-    learning_rate: Amount = 1e-6  # peak
-    critic_learning_rate: Amount = 1e-5  # peak, of the critic
+    learning_rate: Amount = 1e-6  # peak of the schedule
+    critic_learning_rate: Amount = 1e-5  # peak of the critic's schedule
     critic_warmup_steps: Limit = 0  # first steps, in which the critic is trained alone
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     # steps of linear warm-up; below 1: share of all steps (the policy's: after critic warm-up)
     warmup_steps: Amount = 0.0
     # learning rate that the decay reaches after the last step, as a share of the peak
@@ -163,6 +164,9 @@ DEMO = Args(
     run=Run(model="tiny", total_steps=56),
 )
 
+# bound on log-ratios before `exp`: e^20 is far beyond every clip, and finite
+MAX_LOGRATIO = 20.0
+
 
 class Critic(torch.nn.Module):
     """A backbone of its own with a scalar head. The head is zero at first, and so are all
@@ -195,8 +199,8 @@ def shaped_scores(
     if not overlong_buffer:
         return scores
     lengths = torch.tensor([len(episode.response_ids) for episode in episodes])
-    longest_free = max_response_tokens - overlong_buffer
-    return scores + ((longest_free - lengths) / overlong_buffer).clamp(-1, 0)
+    max_free_length = max_response_tokens - overlong_buffer
+    return scores + ((max_free_length - lengths) / overlong_buffer).clamp(-1, 0)
 
 
 def token_rewards(
@@ -264,14 +268,15 @@ def value_loss(
     return 0.5 * torch.maximum(error, clipped_error), clipped_error > error
 
 
-def sequence_mean(values: Tensor, episodes: Tensor) -> Tensor:
-    """At each token, the mean of `values` [N] over the tokens of its episode. episodes [N] int64
-    -> [N]."""
-    # an episode's place; `unique` would make the host wait for the GPU, to learn their number
-    place = torch.searchsorted(episodes.sort().values, episodes)
-    sums = torch.zeros_like(values).index_add(0, place, values)
-    counts = torch.zeros_like(values).index_add(0, place, torch.ones_like(values))
-    return sums[place] / counts[place]
+def sequence_mean(values: Tensor, episode_of_token: Tensor) -> Tensor:
+    """At each token, the mean of `values` [N] over the tokens of its episode. episode_of_token [N]
+    int64 -> [N]."""
+    # Each episode is numbered by the place of its first token among the sorted ones, below N.
+    # `unique` would number them without gaps, but the host would wait for the GPU to count them.
+    number = torch.searchsorted(episode_of_token.sort().values, episode_of_token)
+    sums = torch.zeros_like(values).index_add(0, number, values)
+    counts = torch.zeros_like(values).index_add(0, number, torch.ones_like(values))
+    return sums[number] / counts[number]
 
 
 def clipped_loss(
@@ -298,7 +303,7 @@ def engine_correction(
     correction: str,
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
-    episodes: Tensor,
+    episode_of_token: Tensor,
     low: float,
     high: float,
 ) -> Tensor:
@@ -309,13 +314,13 @@ def engine_correction(
     else 0 (IcePop, arXiv 2510.18855; MIS: low 0). sequence: 1 if low <= geometric mean of w over
     the sequence <= high, else 0. What is masked stays in the denominator.
     """
-    logratio = (old_logprobs - rollout_logprobs).detach().clamp(-20, 20)
+    logratio = (old_logprobs - rollout_logprobs).detach().clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
     if correction == "truncate":
         return logratio.exp().clamp(max=high)
     if correction == "mask":
         weight = logratio.exp()
         return torch.where((weight >= low) & (weight <= high), weight, 0.0)
-    weight = sequence_mean(logratio, episodes).exp()
+    weight = sequence_mean(logratio, episode_of_token).exp()
     return ((weight >= low) & (weight <= high)).to(weight.dtype)
 
 
@@ -329,7 +334,7 @@ def kl_estimate(
     gradients through both factors; also right off-policy (DeepSeek-V3.2, arXiv 2512.02556 sec.
     3.1).
     """
-    d = (logprobs - ref_logprobs).clamp(-20, 20)
+    d = (logprobs - ref_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
     if estimator == "k1":
         return d
     if estimator == "k2":
@@ -337,7 +342,7 @@ def kl_estimate(
     k3 = (-d).exp() - 1 + d
     if estimator == "k3":
         return k3
-    return k3 * (logprobs - old_logprobs).clamp(-20, 20).exp()
+    return k3 * (logprobs - old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO).exp()
 
 
 def token_weights(
@@ -364,7 +369,7 @@ def token_weights(
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
 
-    episodes: Tensor  # [T] int64: whose token
+    episode_of_token: Tensor  # [T] int64: index of its episode
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     # [T] float32: the trainer's, with the weights of the rollout; NaN until computed
@@ -383,11 +388,11 @@ class Tokens:
                 if is_trained:
                     rollout_logprobs.append(logprob)
         columns = {
-            "episodes": index.episode_of_token,
+            "episode_of_token": index.episode_of_token,
             "lengths": index.lengths[index.episode_of_token].float(),
             "rollout_logprobs": torch.tensor(rollout_logprobs),
         }
-        for column in fields(cls):
+        for column in fields(cls):  # all other columns
             if column.name not in columns:
                 columns[column.name] = torch.full((len(index),), math.nan)
         return cls(**{name: values.to(device) for name, values in columns.items()})
@@ -400,7 +405,7 @@ def policy_loss(
     logprobs: Tensor, entropy: Tensor, tokens: Tokens, args: Args
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token [N], to be averaged, and whether a clip is active [N]."""
-    logratio = (logprobs - tokens.old_logprobs).clamp(-20, 20)
+    logratio = (logprobs - tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
     ratio = logratio.exp()
     loss, clipped = clipped_loss(
         ratio, tokens.advantages, args.clip_low, args.clip_high, args.dual_clip
@@ -410,7 +415,7 @@ def policy_loss(
             args.correction,
             tokens.old_logprobs,
             tokens.rollout_logprobs,
-            tokens.episodes,
+            tokens.episode_of_token,
             low=args.correction_range[0],
             high=args.correction_range[1],
         )
@@ -428,15 +433,16 @@ def split_minibatches(
     """For each minibatch, the indices of its episodes.
 
     The sorted `prompts` of all ranks are rotated by a seeded offset and cut into `count` parts.
+    So all ranks agree on the split, and which prompts come first changes from step to step.
     """
     generator = np.random.Generator(np.random.PCG64([seed, step]))
     offset = generator.integers(max(1, len(prompts)))
     minibatch_of: dict[int, int] = {}
-    for place, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
-        minibatch_of[prompt] = place * count // len(prompts)
+    for position, prompt in enumerate(np.roll(sorted(prompts), offset).tolist()):
+        minibatch_of[prompt] = position * count // len(prompts)
     minibatches: list[list[int]] = [[] for _ in range(count)]
-    for number, episode in enumerate(episodes):
-        minibatches[minibatch_of[episode.prompt_index]].append(number)
+    for i, episode in enumerate(episodes):
+        minibatches[minibatch_of[episode.prompt_index]].append(i)
     return minibatches
 
 
@@ -463,8 +469,8 @@ def backward(
         with forward_context(policy, last=i == len(minibatch.micro_batches) - 1):
             logprobs, entropy = policy(batch, args.rollout.temperature)  # [N], [N]
             if store_old_logprobs:
-                tokens.old_logprobs[batch.tokens] = logprobs.detach()
-            mb_tokens = tokens[batch.tokens]
+                tokens.old_logprobs[batch.token_index] = logprobs.detach()
+            mb_tokens = tokens[batch.token_index]
             loss, clipped = policy_loss(logprobs, entropy, mb_tokens, args)  # [N], [N]
             weights = token_weights(
                 args.reduction,
@@ -478,7 +484,7 @@ def backward(
             batch_loss = (loss * weights).sum() * world.size
             (batch_loss * scale).backward()
         total_loss += batch_loss.detach()
-        logratio = logprobs.detach() - mb_tokens.old_logprobs
+        logratio = (logprobs.detach() - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
         k3 = logratio.exp() - 1 - logratio
@@ -503,7 +509,7 @@ def critic_backward(
     for i, batch in enumerate(Progress("micro-batch", minibatch.micro_batches)):
         batch = batch.to(world.device)
         with forward_context(critic, last=i == len(minibatch.micro_batches) - 1):
-            mb_tokens = tokens[batch.tokens]
+            mb_tokens = tokens[batch.token_index]
             values = critic(batch)  # [N]
             # [N], [N]
             loss, clipped = value_loss(values, mb_tokens.values, mb_tokens.returns, args.value_clip)
@@ -649,7 +655,8 @@ def main(args: Args, demo: bool = False) -> None:
     critic_folder = resolve_critic(job, args.critic_model)
     reward_folder = resolve_reward_model(args)
 
-    # what samples and scores; the engine before the trainer: it needs the memory while it loads
+    # What samples and scores. The engine comes before the trainer: while it loads, it needs the
+    # memory that the trainer would hold.
     data_folder = job.output_dir / "data"
     data = with_embedded_data(
         args.data, args.run.model, data_folder, world, eval_only=args.rollout.eval_only
@@ -661,6 +668,7 @@ def main(args: Args, demo: bool = False) -> None:
     reward_workers = open_reward_workers(args.rollout, [train_data, eval_data], turns)
     num_prompts = args.rollout.prompts_per_step
     total_steps = num_steps(args.run, train_data, num_prompts)
+    job.leave_if_finished(total_steps)
     check_critic_warmup(args, total_steps)  # again: the steps of --total-epochs are known now
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
@@ -721,6 +729,7 @@ def main(args: Args, demo: bool = False) -> None:
     rehearsal = Rehearsal(job, packer, args.rollout, [optimizer, critic_optimizer])
     while rehearsal.is_due:
         with rehearsal.attempt() as minibatch:
+            # the rehearsal has packed episodes of the greatest length
             tokens = Tokens.of(packer.episodes, packer.index, device)
             critic_backward(critic, minibatch, tokens, args, world)
             critic_optimizer.optimizer.zero_grad()  # as after its step
@@ -733,6 +742,7 @@ def main(args: Args, demo: bool = False) -> None:
     max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]
     unscored = UnscoredSteps()
     end = start + 1 if args.rollout.replay else total_steps
+    # `step` counts from 0 and names the weights that sample; logs and checkpoints count from 1
     for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
@@ -769,10 +779,11 @@ def main(args: Args, demo: bool = False) -> None:
         minibatches = packer.minibatches(episodes, index, split)
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
-            # The first update computes the old log-probs of its minibatch anyway, but the KL in
-            # the reward needs all of them now, and a warm-up has no such update.
-            computed_now = minibatches if args.kl_reward_coef or warming_up else minibatches[1:]
-            packer.fill(tokens.old_logprobs, policy, computed_now, args.rollout.temperature)
+            # The first update computes the old log-probs of its own minibatch. The KL in the
+            # reward needs those of all minibatches before it, and a warm-up has no such update.
+            needs_all = args.kl_reward_coef > 0 or warming_up
+            without_logprobs = minibatches if needs_all else minibatches[1:]
+            packer.fill(tokens.old_logprobs, policy, without_logprobs, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
@@ -785,7 +796,7 @@ def main(args: Args, demo: bool = False) -> None:
         rewards = token_rewards(scores, index, episodes)  # [T]
         if args.kl_reward_coef:
             kl = kl_estimate(  # [T]
-                tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k1"
+                tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, estimator="k1"
             ).cpu()
             rewards = rewards - args.kl_reward_coef * kl
         values = tokens.values.cpu()
@@ -849,7 +860,9 @@ def main(args: Args, demo: bool = False) -> None:
         # 5. log
         means.merge(rollout_means(sampled, watch.seconds, with_tools=turns is not None))
         if reference:
-            kl = kl_estimate(tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, "k3")
+            kl = kl_estimate(
+                tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, estimator="k3"
+            )
             means.add("policy/kl_to_ref", kl.sum(), count=len(kl))
         means.add("value/mean", tokens.values.double().sum(), count=len(tokens.values))
         means.add("value/return_mean", returns.double().sum(), count=len(returns))
@@ -864,23 +877,25 @@ def main(args: Args, demo: bool = False) -> None:
         unscored.count(step + 1, metrics)
 
         # 6. eval, checkpoint
-        last = step + 1 == end
-        if rollouts.can_evaluate and (last or due(step + 1, args.run.eval_every)):
+        is_last = step + 1 == end
+        if rollouts.can_evaluate and (is_last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= rollouts.evaluate(policy, step + 1)
         metrics |= watch.metrics(device)
-        exit_code = requested_exit_code()  # after the evaluation: a signal may have come during it
-        # log before saving: a step that a resume skips is then always on record
+        # read after the evaluation: a signal may have come during it
+        exit_code = requested_exit_code()
+        # The log is written before the checkpoint, so no checkpoint is ahead of the log.
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
-        ends = last or exit_code > 0 or unscored.too_many
-        if not args.rollout.replay and (ends or checkpoints.due(step + 1, accuracy)):
+        is_end = is_last or exit_code > 0 or unscored.too_many
+        must_save = is_end or checkpoints.due(step + 1, accuracy)
+        if must_save and not args.rollout.replay:
             checkpoints.save(step + 1, accuracy)
         if unscored.too_many:
             unscored.end_run(step + 1)
-        if exit_code and not last:
+        if exit_code and not is_last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # as if the signal had ended the process
+            raise SystemExit(exit_code)  # the status of a process that the signal has ended
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

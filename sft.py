@@ -65,8 +65,8 @@ class Args:
     # longest conversation (tokens, pictures included); longer ones are cut at the end
     max_tokens: Count = 1024
     batch_size: Count = 64  # conversations per optimizer step, over all ranks
-    learning_rate: Amount = 1e-5  # peak
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up
+    learning_rate: Amount = 1e-5  # peak of the schedule
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"  # learning rate after warm-up
     warmup_steps: Amount = 0.0  # optimizer steps of linear warm-up; below 1: share of all steps
     # learning rate that the decay reaches after the last step, as a share of the peak
     lr_floor: Share = 0.0
@@ -264,6 +264,7 @@ def main(args: Args, demo: bool = False) -> None:
     total_steps = args.run.total_steps
     if total_steps is None:
         total_steps = steps_of(args.run.total_epochs, len(train_data), args.batch_size)
+    job.leave_if_finished(total_steps)
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
     job.plan_memory(no_rollout(max_tokens), trained=[job.path], frozen=[], most_tokens=8192)
 

@@ -48,10 +48,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """The checkpoints of a run: what they hold, where training goes on, which is the best.
-
-    The best is the one with the highest metric, or the lowest.
-    """
+    """The checkpoints of a run: what they hold, where training goes on, which is the best."""
 
     def __init__(
         self,
@@ -70,7 +67,8 @@ class Checkpoints:
         """optimizers: by the name of their models. loader: its position is saved; None in an
         evaluation. save_every, keep: --save-every, --keep-checkpoints. identity: what the manifest
         says of script and model. counts: numbers that a script carries from step to step; `resume`
-        changes them in place.
+        changes them in place. lowest_is_best: the best checkpoint has the lowest metric, else the
+        highest.
         """
         self.run_dir = run_dir
         self.folder = run_dir / "checkpoints"
@@ -111,8 +109,8 @@ class Checkpoints:
         with user_errors(
             f"{checkpoint} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
         ):
-            # another run may have measured its best on other rows; without a best step the folder
-            # is that of all steps
+            # Another run may have measured its best on other rows. The best step's folder may have
+            # been removed; without a best step this is the folder of all steps.
             if self.resumes_own and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step
@@ -247,6 +245,19 @@ class Checkpoints:
                 elif not has_lora:
                     size += num_bytes
         return size
+
+    def note_if_none_is_due(self, total_steps: int) -> None:
+        """Print a line if --save-every asks for no checkpoint before the last step."""
+        if self.save_every == "epoch":
+            return
+        next_step = total_steps
+        if self.save_every > 0:
+            next_step = self.start - self.start % self.save_every + self.save_every
+        if next_step >= total_steps > self.start:
+            say(
+                f"no checkpoint is due before the end (--save-every {self.save_every}, "
+                f"{total_steps} steps); SIGTERM and Ctrl-C save one"
+            )
 
     def warn_if_large(self) -> None:
         """Print a warning if the disk has no room for all that will be kept."""

@@ -54,6 +54,18 @@ def flat(args: Any) -> dict[str, Any]:
     return flags | flags_of_groups
 
 
+def switches(args: Any) -> set[str]:
+    """The flags that take no value."""
+    names: set[str] = set()
+    for name, hint in get_type_hints(type(args)).items():
+        value = getattr(args, name)
+        if is_dataclass(value):
+            names |= switches(value)
+        elif bool in (hint, *get_args(hint)):
+            names.add(flag(name))
+    return names
+
+
 def refuse_broken_line(arguments: list[str]) -> None:
     """SystemExit for the arguments that another launcher adds, and for those that a badly continued
     line or an unset variable leaves behind."""

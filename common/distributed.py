@@ -139,8 +139,8 @@ def wrap_model(
     FSDP2 computes with parameters cast to `compute_dtype` and reduces gradients in float32. A model
     on the meta device gets its weights later, in shards. own_stay_whole: do not shard the
     parameters that the model itself has, outside of its submodules (with LoRA, a critic's head);
-    `average_whole_gradients` takes care of their gradients. stays_gathered: a rank alone gathers,
-    that is casts and copies, its weights once a step, and not twice a micro-batch.
+    `average_whole_gradients` takes care of their gradients. stays_gathered: a rank alone casts
+    and copies its weights once a step, not twice a micro-batch, and reduces its gradients once.
     """
     precision = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
@@ -205,7 +205,17 @@ def abandon_backward(model: nn.Module) -> None:
         if not hasattr(root, "reset_iter_state"):
             raise SystemExit("torch below 2.13 cannot repeat a step: run the same command again")
         root.reset_iter_state()
+        drop_accumulated_gradients(root)
     model.zero_grad()  # of shards
+
+
+def drop_accumulated_gradients(root: nn.Module) -> None:
+    """Drop what FSDP2 has added up of earlier micro-batches, which its `reset_iter_state` keeps."""
+    for module in root.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
 
 
 def sharded_roots(model: nn.Module) -> list[nn.Module]:
@@ -218,7 +228,7 @@ def sharded_roots(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
     """Around one forward and backward. Copies of a model reduce their gradients at the `last`
-    micro-batch only.
+    micro-batch only, and so does a rank alone.
 
     A forward without gradients leaves nothing gathered: the head of a reference model is large.
     """
@@ -228,9 +238,20 @@ def forward_context(model: nn.Module, last: bool = True) -> Iterator[None]:
         if model.stays_gathered:  # until the last micro-batch
             model.set_reshard_after_forward(False)
             model.set_reshard_after_backward(last)
+            model.set_requires_gradient_sync(last)
+            if not last:
+                gather_all(model)
     yield
     if not torch.is_grad_enabled():
         reshard(model)
+
+
+def gather_all(model: nn.Module) -> None:
+    """Gather all units of a model that FSDP2 has wrapped: it cannot add up gradients beside a unit
+    that was never gathered, such as a vision tower that has seen no picture yet."""
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.unshard()
 
 
 def world_size() -> int:

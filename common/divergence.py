@@ -10,17 +10,19 @@ from torch import Tensor
 
 from common.logprobs import CHUNK_ELEMENTS, LogitTransform
 
-# of a token that a model does not have, the padding of another one's vocabulary
+# stands for the log-prob of a token beyond a model's vocabulary, as in the padding of a larger one
 MISSING_LOGPROB = -100.0
-# log p [N, v], log q [N, v] of words of the vocabulary -> two tensors of that shape: the summands
-# of a divergence of p and q, and p times its derivative by p
+# log p [N, v], log q [N, v] of v words of the vocabulary -> the summands of a divergence D of p and
+# q, and s = p * dD/dp, [N, v] each
 DivergenceTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
 class Prediction:
-    """What a model predicts at N places, not yet computed: softmax(logits / temperature), where
-    `transform` makes the logits [N, V] of hidden @ weight.T."""
+    """A model's distributions at N positions, in a form that is computed in chunks:
+    softmax(logits / temperature), where `transform` makes the logits [N, V] of hidden @ weight.T.
+    Rows are positions; words are entries of the vocabulary.
+    """
 
     hidden: Tensor  # [N, H], any floating dtype
     weight: Tensor  # [V, H]: the head, whole
@@ -36,19 +38,19 @@ class Prediction:
 
     def slope(self, scaled_logits: Tensor) -> Tensor | float:
         """d (logits / temperature) / d (hidden @ weight.T)."""
-        logits = scaled_logits
-        if self.transform.softcap is not None:  # else it is a number, whatever the logits
+        logits = scaled_logits  # without a soft cap the slope does not depend on them
+        if self.transform.softcap is not None:
             logits = scaled_logits * self.temperature
         return self.transform.slope(logits) / self.temperature
 
 
 class Comparison(NamedTuple):
-    """A student beside a teacher at N places; each [N], float32 (float64 for float64)."""
+    """A student beside a teacher at N positions; each [N], float32 (float64 for float64)."""
 
-    divergence: Tensor  # the only one with a gradient, for the student alone
-    logprobs: Tensor  # of the student's token
+    divergence: Tensor  # has a gradient, to the student alone; the other columns have none
+    logprobs: Tensor  # the student's, of the targets
     entropy: Tensor  # of the student
-    teacher_logprobs: Tensor  # of the student's token; MISSING_LOGPROB if it does not have it
+    teacher_logprobs: Tensor  # of the targets; MISSING_LOGPROB beyond the teacher's vocabulary
     teacher_entropy: Tensor
     agreement: Tensor  # 1 where both find the same token most likely, else 0
 
@@ -56,11 +58,12 @@ class Comparison(NamedTuple):
 def compare(
     student: Prediction, teacher: Prediction, targets: Tensor, terms: DivergenceTerms
 ) -> Comparison:
-    """Compare two predictions at the same N places, where the student's tokens are `targets` [N]
+    """Compare two predictions at the same N positions, where the student's tokens are `targets` [N]
     int64.
 
-    Where the vocabularies have different sizes, the divergence is that of the two distributions
-    over the words that both have. Logits are computed again in the backward, a slice at a time.
+    If the vocabularies differ in size, the divergence is between the two distributions over the
+    words that both have; the other columns are those of each whole vocabulary. Logits are computed
+    again in the backward, a slice at a time.
     """
     outputs = _Compare.apply(
         student.hidden, student.weight, teacher.hidden, teacher.weight, targets,
@@ -78,45 +81,53 @@ class _Compare(torch.autograd.Function):
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
         targets: Tensor,
-        options: tuple[LogitTransform, float],
+        student_options: tuple[LogitTransform, float],
         teacher_options: tuple[LogitTransform, float],
         terms: DivergenceTerms,
     ) -> tuple[Tensor, ...]:
-        student = Prediction(hidden, weight, *options)
+        student = Prediction(hidden, weight, *student_options)
         teacher = Prediction(teacher_hidden, teacher_weight, *teacher_options)
         num_words = min(len(weight), len(teacher_weight))  # that both have
+        max_words = max(len(weight), len(teacher_weight))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        columns = Comparison(*(hidden.new_empty(len(targets), dtype=dtype) for _ in range(6)))
+        columns = Comparison(
+            *(hidden.new_empty(len(targets), dtype=dtype) for _ in Comparison._fields)
+        )
         # what the backward needs of each row
-        total = torch.empty_like(columns.divergence)
-        teacher_total = torch.empty_like(total)
-        mean_slope = torch.empty_like(total)
-        num_largest = max(len(weight), len(teacher_weight))
+        logsumexp = torch.empty_like(columns.divergence)
+        teacher_logsumexp = torch.empty_like(logsumexp)
+        mean_derivative = torch.empty_like(logsumexp)  # of D by p, under p
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _slices(len(targets), num_largest, hidden.device):
+            for rows in _slices(len(targets), max_words, hidden.device):
                 logits = student.scaled_logits(rows)
                 teacher_logits = teacher.scaled_logits(rows)
                 logp = logits.log_softmax(-1)
-                columns.logprobs[rows] = _at(logp, targets[rows])
+                columns.logprobs[rows] = _logprobs_at(logp, targets[rows])
                 columns.entropy[rows] = -(logp.exp() * logp).sum(-1)
                 logq = teacher_logits.log_softmax(-1)
-                columns.teacher_logprobs[rows] = _at(logq, targets[rows])
+                columns.teacher_logprobs[rows] = _logprobs_at(logq, targets[rows])
                 columns.teacher_entropy[rows] = -(logq.exp() * logq).sum(-1)
                 columns.agreement[rows] = (logp.argmax(-1) == logq.argmax(-1)).to(dtype)
 
                 logits = logits[:, :num_words]
                 teacher_logits = teacher_logits[:, :num_words]
-                total[rows] = logits.logsumexp(-1)
-                teacher_total[rows] = teacher_logits.logsumexp(-1)
-                summands, slopes = terms(
-                    logits - total[rows, None], teacher_logits - teacher_total[rows, None]
+                logsumexp[rows] = logits.logsumexp(-1)
+                teacher_logsumexp[rows] = teacher_logits.logsumexp(-1)
+                summands, weighted_derivatives = terms(
+                    logits - logsumexp[rows, None], teacher_logits - teacher_logsumexp[rows, None]
                 )
                 columns.divergence[rows] = summands.sum(-1)
-                mean_slope[rows] = slopes.sum(-1)
+                mean_derivative[rows] = weighted_derivatives.sum(-1)
         ctx.save_for_backward(
-            hidden, weight, teacher_hidden, teacher_weight, total, teacher_total, mean_slope
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            logsumexp,
+            teacher_logsumexp,
+            mean_derivative,
         )
-        ctx.options = options
+        ctx.student_options = student_options
         ctx.teacher_options = teacher_options
         ctx.terms = terms
         ctx.mark_non_differentiable(*columns[1:])
@@ -124,37 +135,45 @@ class _Compare(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_divergence: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        # With p = softmax(z) and s = p * dD/dp:   dD / dz = s - p * sum(s)
-        hidden, weight, teacher_hidden, teacher_weight, *rows = ctx.saved_tensors
-        total, teacher_total, mean_slope = (values[:, None] for values in rows)
-        student = Prediction(hidden, weight, *ctx.options)
+        # With p = softmax(z), and s = p * dD/dp, the weighted derivatives:
+        # dD/dz = s - p * sum(s), where sum(s) is the mean derivative
+        hidden, weight, teacher_hidden, teacher_weight, *statistics = ctx.saved_tensors
+        logsumexp, teacher_logsumexp, mean_derivative = (values[:, None] for values in statistics)
+        student = Prediction(hidden, weight, *ctx.student_options)
         teacher = Prediction(teacher_hidden, teacher_weight, *ctx.teacher_options)
         num_words = min(len(weight), len(teacher_weight))
-        grad_hidden = torch.zeros_like(hidden, dtype=total.dtype)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_hidden = torch.zeros_like(hidden, dtype=logsumexp.dtype)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)  # stays 0 for words that only the student has
         with torch.autocast(hidden.device.type, enabled=False):
             # Slices of the vocabulary, not of the rows: each part of the large gradient is then
             # written once.
             for words in _slices(num_words, len(hidden), hidden.device):
                 logits = student.scaled_logits(words=words)
-                logp = logits - total
-                _, slopes = ctx.terms(logp, teacher.scaled_logits(words=words) - teacher_total)
-                grad_logits = (slopes - logp.exp() * mean_slope) * grad_divergence[:, None]
+                logp = logits - logsumexp
+                _, weighted_derivatives = ctx.terms(
+                    logp, teacher.scaled_logits(words=words) - teacher_logsumexp
+                )
+                grad_logits = weighted_derivatives - logp.exp() * mean_derivative
+                grad_logits *= grad_divergence[:, None]
                 grad_products = (grad_logits * student.slope(logits)).to(hidden.dtype)
                 grad_hidden += grad_products @ weight[words].to(hidden.dtype)
                 if grad_weight is not None:
                     grad_weight[words] = grad_products.T @ hidden
+        # none for the teacher, the targets, the options and the terms
         return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 6
 
 
-def _at(logp: Tensor, targets: Tensor) -> Tensor:
+def _logprobs_at(logp: Tensor, targets: Tensor) -> Tensor:
     """logp [n, V] at targets [n]; MISSING_LOGPROB for those from V on."""
-    known = targets < logp.shape[1]
-    values = logp.gather(-1, targets.clamp(max=logp.shape[1] - 1)[:, None]).squeeze(-1)
-    return torch.where(known, values, MISSING_LOGPROB)
+    num_words = logp.shape[1]
+    known_targets = targets.clamp(max=num_words - 1)
+    values = logp.gather(-1, known_targets[:, None]).squeeze(-1)
+    return torch.where(targets < num_words, values, MISSING_LOGPROB)
 
 
 def _slices(length: int, width: int, device: torch.device) -> list[slice]:
-    """Slices of `length` such that each times `width` has at most CHUNK_ELEMENTS."""
+    """Slices of range(length); each of them times `width` is at most CHUNK_ELEMENTS."""
     size = max(1, CHUNK_ELEMENTS[device.type] // max(width, 1))
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]

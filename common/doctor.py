@@ -124,7 +124,10 @@ def try_vllm() -> None:
 def try_sandbox() -> None:
     from common.sandbox.python import PythonWorkers
 
-    PythonWorkers(1, 20.0)
+    try:
+        PythonWorkers(1, 20.0)
+    except ValueError as error:  # a sentence of ours
+        raise SystemExit(str(error)) from error
     print("works")
 
 
@@ -180,7 +183,7 @@ def run_check(check: Check) -> str:
             timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return anonymous(f"no answer within {SECONDS} s (is the machine busy?) {check.remedy}")
+        return f"no answer within {SECONDS} s: ask again when the machine is less busy"
     if done.returncode:
         answer = anonymous(last_line(done.stderr))
         return f"{answer} (exit code {done.returncode}) {check.remedy}"

@@ -184,13 +184,13 @@ def check_policy(policy: nn.Module, dtype: torch.dtype, name: str) -> None:
 def _logprobs(policy: nn.Module, episodes: list[Episode]) -> Tensor:
     """Log-probs [T] of all tokens, as a step computes them."""
     index = TokenIndex(episodes)
-    numbers = range(len(episodes))
+    indices = range(len(episodes))
     layout = layout_of(policy.attention)
     logprobs = torch.zeros(len(index))
-    for batch in pack(episodes, numbers, index, budget=128, vision=policy.vision, **layout):
+    for batch in pack(episodes, indices, index, budget=128, layout=layout, vision=policy.vision):
         with forward_context(policy):
             output, _ = policy(batch.to(policy.model.device))
-        logprobs[batch.tokens] = output.float().cpu()
+        logprobs[batch.token_index] = output.float().cpu()
     return logprobs
 
 

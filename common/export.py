@@ -113,9 +113,8 @@ def initial_policy(
     dtype: torch.dtype,
     trust_remote_code: bool,
 ) -> Policy:
-    """The policy that a run has started from; its weights, or with LoRA those of its adapters, are
-    to be restored. lora: rank, alpha and targets of the adapters, which lie on a base in `dtype`.
-    """
+    """The policy that a run has started from, before `restore`. lora: rank, alpha and targets of
+    its adapters, whose base is in `dtype`; None without LoRA."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     model = auto_class(config).from_pretrained(
         path,
@@ -158,9 +157,9 @@ def restore(policy: Policy, folder: Path) -> None:
         raise SystemExit(f"{folder} cannot be read: {cause}") from error
 
 
-def dtype_of(model: Path) -> torch.dtype:
+def dtype_of(folder: Path) -> torch.dtype:
     """The dtype of a run's model/; bfloat16 if there is none."""
-    name = read_json(model / "config.json").get("dtype", "bfloat16")
+    name = read_json(folder / "config.json").get("dtype", "bfloat16")
     return getattr(torch, name)
 
 
@@ -225,10 +224,10 @@ def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationCo
     `end_turns_properly` may have changed. If transformers refuses to save the model's settings,
     since some published ones contradict each other, the config has the end tokens alone."""
     config = model.generation_config
-    ends = config.eos_token_id
-    if not isinstance(ends, list):
-        ends = [ends]
-    config.eos_token_id = sorted({tokenizer.eos_token_id, *ends} - {None})
+    end_ids = config.eos_token_id
+    if not isinstance(end_ids, list):
+        end_ids = [end_ids]
+    config.eos_token_id = sorted({tokenizer.eos_token_id, *end_ids} - {None})
     try:
         config.validate(strict=True)
     except ValueError as error:
@@ -250,7 +249,8 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
         for part in ("lora_A", "lora_B"):
             tensor = getattr(layer, part).detach().cpu().contiguous()
             tensors[f"base_model.model.{name}.{part}.weight"] = tensor
-    rank = len(layer.lora_A)  # all layers have the same
+    first_layer = next(iter(layers.values()))  # all have the same rank and scale
+    rank = len(first_layer.lora_A)
     revision = None
     if not Path(base).is_dir():
         repository, revision, subfolder = split_hub_id(base)
@@ -262,7 +262,7 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
         "revision": revision,
         "bias": "none",
         "r": rank,
-        "lora_alpha": layer.scale * rank,
+        "lora_alpha": first_layer.scale * rank,
         "target_modules": list(layers),
     }
     folder.mkdir()
@@ -280,7 +280,7 @@ def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None
     trained from."""
     config = read_json(export / "config.json")
     if (source / "config.json").is_file():
-        config = merge_configs(config, read_json(source / "config.json"))
+        config = merge_configs(read_json(source / "config.json"), config)
     else:
         print(f"warning: {source} is gone: the export is for transformers 5 alone", flush=True)
     config["dtype"] = dtype
@@ -296,33 +296,32 @@ def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None
                 (export / file.name).write_bytes(file.read_bytes())
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (source / name).is_file():
-            values = read_json(source / name)
-            keep_changes(values, tokenizer)
-            write_json(export / name, values)
+            settings = read_json(source / name)
+            put_run_tokens(settings, tokenizer)
+            write_json(export / name, settings)
 
 
-def merge_configs(written: dict, read: dict) -> dict:
-    """The config.json that was `read` from the source, with keys that only the one `written` by the
-    export has.
+def merge_configs(source_config: dict, export_config: dict) -> dict:
+    """The config.json of the source, with the keys that only that of the export has.
 
-    A part that is a dict in `written` alone, such as the text part of Qwen2.5-VL, is left out:
-    transformers would read it in place of the keys outside.
+    A part that is a dict in `export_config` alone, such as the text part of Qwen2.5-VL, is left
+    out: transformers would read it in place of the keys outside.
     """
-    merged = dict(read)
-    if "quantization_config" not in written:
+    merged = dict(source_config)
+    if "quantization_config" not in export_config:
         merged.pop("quantization_config", None)
-    parts = parts_of(written)
-    for name, value in written.items():
+    parts = parts_of(export_config)
+    for name, value in export_config.items():
         if name in parts:
-            if isinstance(read.get(name), dict):
-                merged[name] = merge_configs(value, read[name])
-        elif name not in read or name == "architectures":
+            if isinstance(source_config.get(name), dict):
+                merged[name] = merge_configs(source_config[name], value)
+        elif name not in source_config or name == "architectures":
             merged[name] = value
     return merged
 
 
 def parts_of(config: dict) -> dict[str, dict]:
-    """{name: configuration} of the configurations within a configuration."""
+    """{name: config} of the configs within a config, such as text_config."""
     parts: dict[str, dict] = {}
     for name, value in config.items():
         if name.endswith("_config") and isinstance(value, dict):
@@ -330,15 +329,15 @@ def parts_of(config: dict) -> dict[str, dict]:
     return parts
 
 
-def keep_changes(values: dict, tokenizer) -> None:
-    """Write the run's end token and template into a source's settings, where they have changed."""
-    end_token = values.get("eos_token")
+def put_run_tokens(settings: dict, tokenizer) -> None:
+    """Put the run's end token and template into the settings of the source's tokenizer."""
+    end_token = settings.get("eos_token")
     if isinstance(end_token, dict):  # a token with its options
         end_token = end_token.get("content")
     if end_token != tokenizer.eos_token:
-        values["eos_token"] = tokenizer.eos_token
-    if "chat_template" in values and isinstance(tokenizer.chat_template, str):
-        values["chat_template"] = tokenizer.chat_template
+        settings["eos_token"] = tokenizer.eos_token
+    if "chat_template" in settings and isinstance(tokenizer.chat_template, str):
+        settings["chat_template"] = tokenizer.chat_template
 
 
 if __name__ == "__main__":

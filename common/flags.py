@@ -29,6 +29,7 @@ from common.command_line import (
     help_screen,
     refuse_broken_line,
     refuse_idle,
+    switches,
     title_and_commands,
     typed_flags,
 )
@@ -133,9 +134,9 @@ Offload = Annotated[
 class Data:
     """Files of rows, and the pictures in them."""
 
-    # .parquet, .jsonl, .json, .json*.gz, or ORG/NAME:CONFIG:SPLIT of the hub
+    # rows: .parquet, .jsonl, .json, .json*.gz, or ORG/NAME:CONFIG:SPLIT of the hub
     train_data: Files | None = None
-    eval_data: Files | None = None  # the same formats; gives eval/*
+    eval_data: Files | None = None  # held-out rows, in the same formats; gives eval/*
     # where paths of pictures start that are not beside their data file; none may leave
     media_root: Path | None = None
     max_rows: Count | None = None  # use only the first rows of the training data
@@ -147,7 +148,7 @@ class Data:
     min_pixels: Count = 3136
     # largest area of a picture; crops are cut from the original
     max_pixels: Annotated[Count, Ge(784)] = 1_003_520
-    max_frame_pixels: Annotated[Count, Ge(784)] = 401_408  # the same for a frame of a video
+    max_frame_pixels: Annotated[Count, Ge(784)] = 401_408  # largest area of a frame of a video
 
 
 @dataclass
@@ -179,7 +180,7 @@ class Rollout:
     max_images: Count = 16  # pictures in a trajectory, the prompt's included
     # with tools: turns in lock-step, so that a resume repeats them bit for bit
     deterministic: bool = False
-    # of rollouts; hf: transformers, slow; auto: vllm if installed
+    # what samples; hf: transformers, slow; auto: vllm if installed
     engine: Literal["auto", "vllm", "hf"] = "auto"
     # ranks that share one vLLM; for models too large for one GPU; tools then in lock-step
     engine_parallel: Count = 1
@@ -193,7 +194,7 @@ class Rollout:
     max_logprob_gap: Positive | None = None
     # samples per row in evaluation, with --eval-temperature; above 1: pass@k, maj@k
     eval_samples: Count = 1
-    # 0 = greedy; vLLM takes less than 0.01 for 0.01
+    # of evaluation, 0 = greedy; vLLM takes less than 0.01 for 0.01
     eval_temperature: Annotated[float, Ge(0), Le(2)] = 0.0
     eval_top_p: Annotated[float, Gt(0), Le(1)] = 1.0  # nucleus, in evaluation only
     eval_only: bool = False  # evaluate --eval-data, and stop; prints the table, writes the samples
@@ -236,8 +237,9 @@ class Machine:
     micro_batch_tokens: Count | None = None
     # recompute activations in backward: less memory, a third more compute
     gradient_checkpointing: bool = False
-    # share of the activations of compiled layers that is kept; what is cheap is recomputed first
-    activation_memory: Share = 1.0
+    # share of the activations of compiled layers that is kept; auto: what fits. What is cheap is
+    # recomputed first
+    activation_memory: Share | Literal["auto"] = 1.0
     # on the host while idle: optimizer (Adam's moments); reference (of a KL); base (of LoRA)
     offload: Offload = ""
     # torch.compile the layers, on GPUs: a slow first step, then faster ones; default: on with flex,
@@ -304,10 +306,12 @@ def parse(
         if first_screen and typed_flags() & {"--help", "-h"}:
             print(help_screen(args_class, doc, first_screen.strip().splitlines()))
             raise SystemExit(0)
-        refuse_broken_line(sys.argv[1:])
         script_flags = {flag(name) for name in flat(args_class())}
         rollout_flags = {flag(item.name) for item in fields(Rollout)}
-        refuse_foreign_flags(sys.argv[1:], script_flags, rollout_flags)
+        refuse_foreign_flags(
+            sys.argv[1:], script_flags, rollout_flags, switches=switches(args_class())
+        )
+        refuse_broken_line(sys.argv[1:])
         arguments = ["--help" if word == "--help-all" else word for word in sys.argv[1:]]
         try:
             args = tyro.cli(

@@ -1,14 +1,20 @@
 """Answers to flags that a script does not have: what a key of TRL, verl or LLaMA-Factory is here,
 which script has a flag, what became of one that is gone."""
 
+import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.command_line import flag
 
 # {key: [what it is here, a note]} by the headings of docs/from_verl_trl.md
 TABLES = Path(__file__).with_suffix(".toml")
+SEE_PAGE = "; see docs/from_verl_trl.md"
+# data.train_files=a.parquet, +trainer.nnodes=1, +debug=True
+KEY_OF_VERL = re.compile(r"\+*([a-z_]\w*(?:\.[a-z_]\w*)+|(?<=\+)\w+)=.*", re.IGNORECASE | re.DOTALL)
+BOOLEANS = ("true", "false", "yes", "no", "1", "0")  # what other systems write behind a switch
 SCRIPTS_WITH = {  # the flags that only some scripts have, without those of groups
     "--objective": "grpo.py",
     "--advantage": "grpo.py and curiosity_rl.py",
@@ -58,23 +64,59 @@ SCRIPTS_WITH = {  # the flags that only some scripts have, without those of grou
 
 
 def refuse_foreign_flags(
-    arguments: list[str], script_flags: set[str], rollout_flags: set[str]
+    arguments: list[str], script_flags: set[str], rollout_flags: set[str], switches: set[str]
 ) -> None:
-    """SystemExit with the answer to the first flag that is in our tables and not in the script.
+    """SystemExit with the answers to all flags and keys that the script does not have, if one of
+    them is another script's or system's, and to values behind flags that take none.
 
-    script_flags: those that the script has; rollout_flags: those of the group that sft.py lacks.
+    script_flags: those that the script has; rollout_flags: those of the group that sft.py lacks;
+    switches: those of script_flags that take no value.
     """
-    for argument in arguments:
-        spelling = argument.partition("=")[0].lstrip("+")
-        is_flag = spelling.startswith("--")
-        is_key_of_verl = "=" in argument and "." in spelling
-        name = flag(spelling.lstrip("-").removeprefix("no-"))
-        if name in script_flags or not (is_flag or is_key_of_verl):
+    answers = all_answers(rollout_flags)
+    refusals: dict[str, str] = {}  # {flag or key: its answer}
+    unknown: dict[str, str] = {}  # these alone are left to tyro, which names the nearest flag
+    for argument, previous, following in neighbours(arguments):
+        has_value = previous.startswith("--") and "=" not in previous and previous not in switches
+        key = None if has_value else KEY_OF_VERL.fullmatch(argument)
+        if key:
+            refusals[key[1]] = answers.get(flag(key[1]), f"nothing that we know of{SEE_PAGE}")
             continue
-        answer = all_answers(rollout_flags).get(name)
-        if answer is not None:
-            script = Path(sys.argv[0]).name
-            raise SystemExit(f"{script} has no {name if is_flag else spelling}: {answer}")
+        if not argument.startswith("--"):
+            continue
+        spelling, _, value = argument.partition("=")
+        name = flag(spelling.lstrip("-").removeprefix("no-"))
+        if name in switches:
+            if (value or following).lower() in BOOLEANS:
+                refusals[name] = f"takes no value: write {name}, or {flag('no-' + name[2:])}"
+        elif name in script_flags or name in ("--help", "--help-all"):
+            continue
+        elif name in answers:
+            refusals[name] = answers[name]
+        elif "." in name:
+            refusals[name] = f"nothing that we know of{SEE_PAGE}"
+        else:
+            unknown[name] = "nothing that we know of; --help-all shows all flags"
+    if refusals:
+        raise SystemExit(refusal_text(refusals | unknown, switches))
+
+
+def neighbours(arguments: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Each argument with the one before it and the one behind it; "" where there is none."""
+    return zip(arguments, ["", *arguments], [*arguments[1:], ""])
+
+
+def refusal_text(refusals: dict[str, str], switches: set[str]) -> str:
+    """A sentence for one refusal, a list for several."""
+    script = Path(sys.argv[0]).name
+    if len(refusals) == 1:
+        ((name, answer),) = refusals.items()
+        return f"{name} {answer}" if name in switches else f"{script} has no {name}: {answer}"
+    lines = [f"{script} takes none of these {len(refusals)}:"]
+    for name, answer in refusals.items():
+        lines.append(f"  {name}: {answer.removesuffix(SEE_PAGE)}")
+    if any(answer.endswith(SEE_PAGE) for answer in refusals.values()):
+        lines.append(SEE_PAGE.removeprefix("; "))
+    return "\n".join(lines)
 
 
 def all_answers(rollout_flags: set[str]) -> dict[str, str]:
@@ -94,5 +136,5 @@ def all_answers(rollout_flags: set[str]) -> dict[str, str]:
             else:
                 answer = f"here {replacement}"
             answer = answer.replace("`", "")  # a page's marks of code
-            answers[flag(key.lstrip("-"))] = f"{answer}; see docs/from_verl_trl.md"
+            answers[flag(key.lstrip("-"))] = answer + SEE_PAGE
     return answers

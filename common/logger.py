@@ -34,9 +34,9 @@ class Logger:
         self.status = status
         self.trackers = trackers
         self.is_main = is_main
-        self.write_failed = False
+        self.has_failed = False  # whether a record could not be written
         # whether the file ends in half a line; None: not known yet
-        self.torn: bool | None = None
+        self.has_half_line: bool | None = None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of one step everywhere and print the status line."""
@@ -67,24 +67,24 @@ class Logger:
         try:
             if self.path.is_fifo():
                 raise OSError("a pipe, which would wait for a reader")
-            if self.torn is None:
+            if self.has_half_line is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.torn = ends_in_half_a_line(self.path)
+                self.has_half_line = ends_in_half_a_line(self.path)
             # opened each time: a file kept open would write later what it could not flush
             with open(self.path, "a") as file:
-                if self.torn:
+                if self.has_half_line:
                     line = "\n" + line
                 file.write(line)
-            self.torn = False
+            self.has_half_line = False
         except OSError as error:  # a full disk costs records, not the run
-            self.torn = True
-            if not self.write_failed:
+            self.has_half_line = True
+            if not self.has_failed:
                 print(
                     f"warning: cannot write {self.path} ({error}); records are lost while "
                     "this lasts",
                     flush=True,
                 )
-            self.write_failed = True
+            self.has_failed = True
 
     def _track(self, step: int, metrics: dict) -> None:
         numbers = {}
@@ -100,8 +100,7 @@ def ends_in_half_a_line(path: Path) -> bool:
     return path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
 
 
-# {metric: (label, width, format)}; a line has at most 150 characters. Evaluations come last, since
-# most steps have none
+# {metric: (label, width, format)}; a line has at most 150 characters
 COLUMNS = {
     "reward/mean": ("reward", 6, ".3f"),
     "reward/accuracy": ("acc", 5, ".3f"),
@@ -118,13 +117,9 @@ COLUMNS = {
     "eval/accuracy": ("eval", 5, ".3f"),
     "eval/loss": ("eval loss", 6, ".4f"),
 }
-
-
 # those of distill.py besides
 DISTILLATION_COLUMNS = {"distill/divergence": ("div", 6, ".4f")}
 ALL_COLUMNS = COLUMNS | DISTILLATION_COLUMNS
-
-
 # columns that RL leaves out, to make room: its loss says nothing about progress
 LEFT_OUT_IN_RL = {"policy/loss", "optim/lr"}
 
@@ -157,7 +152,7 @@ class StatusLine:
         return text.rstrip()
 
     def _order(self) -> list[str]:
-        """The columns from left to right: those of evaluations last."""
+        """The columns from left to right: those of evaluations last, since most steps have none."""
         columns = self.columns
         if "reward/mean" in columns:
             columns = [name for name in columns if name not in LEFT_OUT_IN_RL]
@@ -203,11 +198,11 @@ def is_untrained(metrics: dict[str, float]) -> bool:
 def open_logger(
     job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True
 ) -> Logger:
-    """Open the logger of a run, and record and print what is due when the run begins.
+    """Open the logger of a run, and record and print what is due when the run begins: config.json
+    of a new run, the event of a resumed one, micro-batches that were made smaller, a warning if the
+    disk is too small. Curves are drawn at the end.
 
-    That is config.json of a new run, the event of a resumed one, micro-batches that were made
-    smaller, a warning if the disk is too small; curves are drawn at the end. args: of the script.
-    record: False for an evaluation, which has none of these.
+    args: of the script. record: False for an evaluation, which has none of these.
     """
     is_main = job.world.is_main
     config = flat(args)
@@ -218,6 +213,7 @@ def open_logger(
             "attention": job.attention,
             "compile": job.compile,
             "micro_batch_tokens": job.micro_batch_tokens,
+            "activation_memory": job.activation_memory,
             "engine_memory": job.engine_memory,
         }
         commit = commit_of(job.path)
@@ -244,6 +240,8 @@ def open_logger(
             "more did not fit"
         )
     checkpoints.warn_if_large()
+    if not config.get("replay"):
+        checkpoints.note_if_none_is_due(total_steps)
     return logger
 
 

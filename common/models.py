@@ -1,4 +1,4 @@
-"""Policy, critic and reference models, and an iterator over full parameters."""
+"""The policy, how models are loaded, and how the policy's weights reach the engine."""
 
 from collections.abc import Callable, Iterator
 
@@ -76,14 +76,14 @@ def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> dict[
     tower takes part in collectives.
     """
     embeddings = model.get_input_embeddings()(batch.input_ids)
-    trained = any(p.requires_grad for p in model.visual.parameters())
-    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+    is_trained = any(parameter.requires_grad for parameter in model.visual.parameters())
+    with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
         media = batch.media or [blank(vision.limits.cell)]
         patches, grids = vision.patches(media, embeddings.device)
         output = model.visual(patches.to(model.visual.dtype), grid_thw=grids)
         features = output.pooler_output.to(embeddings.dtype)
         deepstack = getattr(output, "deepstack_features", None) or []  # of some of its layers
-    if not batch.media:
+    if not batch.media:  # 0 times its features: so the tower has its backward, too
         unused = sum(level.sum() for level in [features, *deepstack])
         return {"inputs_embeds": embeddings + 0 * unused}
     flat = embeddings.flatten(0, 1).index_put((batch.slots,), features[batch.features])
@@ -147,22 +147,22 @@ def load_model(
     lora_flags: Machine | None = None,
     seed: int = 0,
     max_model_len: int | None = None,
-    make: type[nn.Module] = Policy,
+    model_class: type[nn.Module] = Policy,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
-    """The model of a folder, as `make` and `wrap` wrap it: parameters in `dtype` (float32 master
-    weights by default), no dropout.
+    """The model of a folder, wrapped by `model_class` and then by `wrap`: parameters in `dtype`
+    (float32 master weights by default), no dropout. Weights that `wrap` shards are read as shards,
+    never as a whole.
 
-    `flag` is the one that names the folder, for messages. `from_scratch` takes the architecture
-    from the folder's config.json and initialises at random. `make=Critic` makes a critic on the
-    backbone of the model, which may also be a reward model. With `lora_flags` the layers of the
-    language model get adapters, initialised with `seed`, and everything else is frozen. Weights
-    that `wrap` shards are read as shards, never as a whole. `max_model_len` is that of the engine
-    that samples for the model, see `set_text_lengths`. `activation_memory` is the share of the
-    activations that compiled layers keep for their backward. SystemExit for a model that cannot be
-    trained here, and for files that cannot be read or do not match it.
+    flag: the one that names the folder, for messages. model_class: `Policy`, or a critic on the
+    backbone of the model, which may also be a reward model. from_scratch: take the architecture
+    from the folder's config.json and initialise at random. lora_flags: the layers of the language
+    model get adapters, initialised with `seed`, and everything else is frozen. max_model_len: that
+    of the engine that samples for the model, see `set_text_lengths`. activation_memory: the share
+    of the activations that compiled layers keep for their backward. SystemExit for a model that
+    cannot be trained here, and for files that cannot be read or do not match it.
     """
-    is_critic = not issubclass(make, Policy)
+    is_critic = not issubclass(model_class, Policy)
     empty_model = checked_skeleton(path, attention, trust_remote_code, flag)
     if not from_scratch:
         check_weights(empty_model, path, flag, headless=is_critic)
@@ -174,10 +174,10 @@ def load_model(
             raise SystemExit(
                 f"--compile: the recurrent layers of {flag} {path} compile every pack anew"
             )
-        share_prompts(empty_model)
+        share_prompts(empty_model)  # all models of its kind, and so the one that is loaded
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     disable_dropout(config)
-    # filled by `assemble`: the layers are found by class name, and FSDP2 renames the classes
+    # filled by `assemble`, before FSDP2 renames the classes by which the layers are found
     language_layers: list[nn.Module] = []
 
     def assemble(model: nn.Module) -> nn.Module:
@@ -185,11 +185,12 @@ def load_model(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         language_model = getattr(model.base_model, "language_model", model)
         if vision:
-            model.base_model.visual.requires_grad_(not freeze_vision)
+            tower = model.base_model.visual
+            tower.requires_grad_(not freeze_vision)
             if vision.family.clamps_merger:
-                model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
+                tower.merger.register_forward_pre_hook(clamp_inputs)
             if attention != "flash":
-                for block in model.base_model.visual.blocks:
+                for block in tower.blocks:
                     attend_in_windows(block.attn)
         elif is_composite(model.config):  # text trains the language model alone
             for name, part in model.base_model.named_children():
@@ -197,7 +198,7 @@ def load_model(
         language_layers.extend(repeated_blocks(language_model))
         # before FSDP2 wraps the model: a head tied later would be gathered and reduced twice
         model.tie_weights()
-        return wrap(make(model, attention, vision))
+        return wrap(model_class(model, attention, vision))
 
     options = {
         "dtype": dtype,

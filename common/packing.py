@@ -8,14 +8,15 @@ prompt's end. Only trained tokens have a target. They are addressed by flat indi
 multiplied by a padded mask.
 
 With --attention rows each episode has a row of its own, padded on the right, which any causal model
-can read.
+can read. With --attention flash a pack has no shared prompts: each response follows a copy of its
+own.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,31 +31,31 @@ from common.types import Episode
 from common.vision import Vision
 
 Result = TypeVar("Result")
-# the units of a micro-batch: lists of episodes that share a prompt
+# the episodes of a micro-batch by index, one list for each prompt
 Bin = list[list[int]]
-# What a micro-batch costs beside its tokens, in tokens: to cast and copy weights and to add up
-# gradients takes one H100 as long as 1,450 to 1,800 tokens, whatever the model's size (on paper).
+# What a micro-batch costs beside its tokens, in tokens: casting and copying weights and adding up
+# gradients takes an H100 as long as 1,450 to 1,800 tokens do, for models of any size (calculated,
+# not measured).
 MICRO_BATCH_COST = 1500
-NUM_CANDIDATES = 8  # groups that are tried for the rest of a micro-batch
+NUM_CANDIDATES = 8  # groups of which a part may fill the rest of a micro-batch
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward and backward: B rows of L tokens, N of all trained; a pack is one row."""
+    """One forward and backward: B rows of L tokens, N of them trained; a pack is one row."""
 
     input_ids: Tensor  # [B, L] int64
     # [B, L] int64: counted from the start of the prompt; with vision [4, B, L]: these positions,
     # then the three of M-RoPE
     position_ids: Tensor
-    hidden_index: Tensor  # [N] int64: where in the B * L tokens a trained one is predicted
-    targets: Tensor  # [N] int64: the token's id
-    tokens: Tensor  # [N] int64: the token's place in the flat per-token arrays of `TokenIndex`
-    # [S] int64, ascending: where in the B * L tokens the placeholders of pictures are
-    slots: Tensor
-    features: Tensor  # [S] int64: which feature belongs there, of those of `media` in order
+    # [N] int64: of the B * L tokens, the one whose hidden state predicts the trained token
+    hidden_index: Tensor
+    targets: Tensor  # [N] int64: ids of the trained tokens
+    token_index: Tensor  # [N] int64: flat indices of the trained tokens (`TokenIndex`)
+    slots: Tensor  # [S] int64, ascending: of the B * L tokens, the placeholders of pictures
+    features: Tensor  # [S] int64: index of each slot's feature among those of all `media`
     media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
-    # of a pack: lengths of its segments in tokens, a list for each prompt: [prompt, response, ...];
-    # the padding has a list of its own
+    # of a pack: its units, [tokens of a prompt, tokens of a response, ...]; padding is a unit, too
     units: list[list[int]]
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -93,15 +94,23 @@ class TokenIndex:
         return zeros.index_add(0, self.episode_of_token, values)
 
 
+def prompts_of_all_ranks(episodes: list[Episode]) -> list[int]:
+    """The sorted prompt indices of the episodes of all ranks, each once."""
+    prompts: set[int] = set()
+    for prompts_of_rank in gather_objects([episode.prompt_index for episode in episodes]):
+        prompts.update(prompts_of_rank)
+    return sorted(prompts)
+
+
 @dataclass(eq=False)
 class Minibatch:
     """The episodes of one optimizer step, as this rank computes them."""
 
-    episodes: list[int]  # their places in the step's list of episodes
+    episode_indices: list[int]  # in the step's list of episodes
     num_tokens: float  # trained tokens on all ranks: a denominator of losses
     num_sequences: float  # episodes with a trained token, on all ranks: the other denominator
     micro_batches: list[MicroBatch]
-    # the same responses behind a teacher's prompts; the same objects if it has none of its own
+    # the same responses behind the teacher's prompts; `micro_batches` itself if these are the same
     teacher_batches: list[MicroBatch] = field(default_factory=list)
 
 
@@ -117,11 +126,11 @@ class Packer:
         self.world = world
         self.vision = vision
         self.layout = layout_of(attention)
-        # the step that is being trained on
+        # the step that is being trained on; `attempt` may pack it again
         self.episodes: Sequence[Episode] = []
         self.teacher_episodes: Sequence[Episode] | None = None
         self.index = TokenIndex([])
-        self.packed: list[Minibatch] = []
+        self.current_minibatches: list[Minibatch] = []
 
     def minibatches(
         self,
@@ -130,37 +139,42 @@ class Packer:
         split: list[list[int]],
         teacher_episodes: Sequence[Episode] | None = None,
     ) -> list[Minibatch]:
-        """The minibatches of a step, packed; `split` has the numbers of the episodes of each. All
-        ranks call it together.
+        """The minibatches of a step, packed. split: the indices of each one's episodes. All ranks
+        call it together.
 
         A minibatch without a trained token on any rank is left out: Adam would move the weights by
         its momentum alone. teacher_episodes: the same ones, with the prompts that a teacher reads.
         """
-        lengths = [index.lengths[numbers] for numbers in split]
+        lengths = [index.lengths[indices] for indices in split]
         num_tokens = all_reduce([float(x.sum()) for x in lengths])
         num_sequences = all_reduce([float((x > 0).sum()) for x in lengths])
         self.episodes = episodes
         self.teacher_episodes = teacher_episodes
         self.index = index
-        self.packed = []
-        for numbers, tokens, sequences in zip(split, num_tokens, num_sequences):
+        self.current_minibatches = []
+        for indices, tokens, sequences in zip(split, num_tokens, num_sequences):
             if tokens > 0:
-                self.packed.append(Minibatch(numbers, tokens, sequences, micro_batches=[]))
-        self._pack()
-        return self.packed
+                minibatch = Minibatch(indices, tokens, sequences, micro_batches=[])
+                self.current_minibatches.append(minibatch)
+        self._pack_minibatches()
+        return self.current_minibatches
 
-    def _pack(self) -> None:
-        for minibatch in self.packed:
+    def _pack_minibatches(self) -> None:
+        for minibatch in self.current_minibatches:
             bins = make_bins(
-                self.episodes, minibatch.episodes, self.index, budget=self.budget, **self.layout
+                self.episodes, minibatch.episode_indices, self.index, self.budget, self.layout
             )
-            minibatch.micro_batches = self._build(self.episodes, bins)
+            minibatch.micro_batches = self._micro_batches_of(bins, self.episodes)
             minibatch.teacher_batches = minibatch.micro_batches
             if self.teacher_episodes is not None:
-                minibatch.teacher_batches = self._build(self.teacher_episodes, bins)
+                # The bins are the student's. The teacher's prompts may be longer and exceed the
+                # budget, but its forward keeps no activations.
+                minibatch.teacher_batches = self._micro_batches_of(bins, self.teacher_episodes)
 
-    def _build(self, episodes: Sequence[Episode], bins: list[Bin]) -> list[MicroBatch]:
-        return [build(episodes, units, self.index, self.vision, **self.layout) for units in bins]
+    def _micro_batches_of(self, bins: list[Bin], episodes: Sequence[Episode]) -> list[MicroBatch]:
+        return [
+            build_micro_batch(episodes, bin_, self.index, self.layout, self.vision) for bin_ in bins
+        ]
 
     def attempt(
         self, update: Callable[..., Result], model: nn.Module, *arguments, **options
@@ -177,7 +191,7 @@ class Packer:
                 if not exhausted_memory(error):
                     raise
                 self.budget = halve_budget(self.budget, model, self.world, self.run_dir, error)
-                self._pack()
+                self._pack_minibatches()
             # outside of `except`: the exception holds the tensors of the attempt
             release_memory()
 
@@ -194,28 +208,41 @@ class Packer:
         the model reads a teacher's prompts."""
 
         def write(model: nn.Module) -> None:
+            # inside `write`: when it is repeated, the micro-batches are smaller
             micro_batches: list[MicroBatch] = []
-            for part in minibatches:
-                micro_batches += part.teacher_batches if of_teacher else part.micro_batches
+            for minibatch in minibatches:
+                if of_teacher:
+                    micro_batches += minibatch.teacher_batches
+                else:
+                    micro_batches += minibatch.micro_batches
             for batch in Progress("forward pass", micro_batches):
                 batch = batch.to(self.world.device)
                 with forward_context(model):
                     output = model(batch, *inputs)
                 values = output[0] if isinstance(output, tuple) else output
-                result[batch.tokens] = values
+                result[batch.token_index] = values
 
         self.attempt(write, model)
 
 
-def layout_of(attention: str) -> dict[str, Any]:
-    """Options of `pack`: the layout that an attention reads."""
-    return {
+@dataclass(frozen=True)
+class Layout:
+    """How micro-batches hold their episodes."""
+
+    share_prompts: bool = True  # a prompt is stored once for its responses
+    rows: bool = False  # a row for each episode, in place of a pack
+    multiple: int = 1  # packs are padded to a multiple of so many tokens
+
+
+def layout_of(attention: str) -> Layout:
+    """The layout that an attention reads."""
+    return Layout(
         # flash attention has no mask for a shared prompt, so each response repeats it
-        "share_prompts": attention not in ("flash", "rows"),
-        "rows": attention == "rows",
+        share_prompts=attention not in ("flash", "rows"),
+        rows=attention == "rows",
         # flex attention is compiled anew for each length: there are few multiples of 128
-        "multiple": 128 if attention == "flex" else 1,
-    }
+        multiple=128 if attention == "flex" else 1,
+    )
 
 
 def pack(
@@ -224,160 +251,160 @@ def pack(
     index: TokenIndex,
     *,
     budget: int,
+    layout: Layout = Layout(),
     vision: Vision | None = None,
-    **layout: Any,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `budget` tokens that hold the episodes `selected`, in a layout of
-    `layout_of`. All ranks call it together."""
-    bins = make_bins(episodes, selected, index, budget=budget, **layout)
-    return [build(episodes, units, index, vision, **layout) for units in bins]
+    """Micro-batches that hold the episodes `selected`, for callers without a `Packer`. See
+    `make_bins`. All ranks call it together."""
+    bins = make_bins(episodes, selected, index, budget, layout)
+    return [build_micro_batch(episodes, bin_, index, layout, vision) for bin_ in bins]
 
 
 def make_bins(
     episodes: Sequence[Episode],
     selected: Sequence[int],
     index: TokenIndex,
-    *,
     budget: int,
-    share_prompts: bool = True,
-    rows: bool = False,
-    multiple: int = 1,
+    layout: Layout,
 ) -> list[Bin]:
-    """The units of micro-batches of at most `budget` tokens that hold the episodes `selected`.
+    """Which of the episodes `selected` go into a micro-batch together: at most `budget` tokens
+    before padding, or a single episode that is longer. Those without trained tokens are left out.
 
-    An episode longer than the budget gets a micro-batch of its own; one without trained tokens is
-    left out. All ranks must call this together: those with fewer micro-batches get empty ones, so
-    that all run the same collectives.
+    All ranks call it together: those with fewer micro-batches get empty ones, so that all run the
+    same collectives.
     """
     selected = [i for i in selected if index.lengths[i] > 0]
-    if rows:
+    if layout.rows:
         bins = _bins_of_rows(episodes, selected, budget)
     else:
-        groups = _groups(episodes, selected, share_prompts)
-        filled = _bins_of_groups(episodes, groups, budget)
-        bins = [[unit.episodes for unit in units] for units in filled]
+        groups = _groups(episodes, selected, layout.share_prompts)
+        bins_of_groups = _bins_of_groups(episodes, groups, budget)
+        bins = [[group.episode_indices for group in bin_] for bin_ in bins_of_groups]
     (num_bins,) = all_reduce([len(bins)], "max")
     while len(bins) < num_bins:
         bins.append([])
     return bins
 
 
-def build(
+def build_micro_batch(
     episodes: Sequence[Episode],
-    units: Bin,
+    bin_: Bin,
     index: TokenIndex,
+    layout: Layout,
     vision: Vision | None = None,
-    *,
-    share_prompts: bool = True,
-    rows: bool = False,
-    multiple: int = 1,
 ) -> MicroBatch:
-    """The micro-batch of these units, a pack padded to a `multiple` of tokens, or with `rows` the
-    units one below the other, each padded to the longest."""
-    if rows:
-        return _build_rows(episodes, [number for (number,) in units], index, vision)
-    return _build(episodes, units, index, multiple, vision)
+    """The micro-batch of a bin: a pack, or rows of one length."""
+    if layout.rows:
+        return _build_rows(episodes, [i for (i,) in bin_], index, vision)
+    return _build_pack(episodes, bin_, index, layout.multiple, vision)
 
 
 @dataclass(eq=False)
-class _Unit:
-    """Episodes that share a prompt: a group, or a part of one."""
+class _Group:
+    """Episodes that share a prompt: all of them, or a part."""
 
-    episodes: list[int]
+    episode_indices: list[int]
     num_tokens: int  # of the prompt and the responses
 
 
-def _unit(episodes: Sequence[Episode], numbers: list[int]) -> _Unit:
-    num_tokens = len(episodes[numbers[0]].prompt_ids)
-    num_tokens += sum(len(episodes[i].response_ids) for i in numbers)
-    return _Unit(numbers, num_tokens)
+def _make_group(episodes: Sequence[Episode], indices: list[int]) -> _Group:
+    num_tokens = len(episodes[indices[0]].prompt_ids)
+    num_tokens += sum(len(episodes[i].response_ids) for i in indices)
+    return _Group(indices, num_tokens)
 
 
 def _groups(
     episodes: Sequence[Episode], selected: Sequence[int], share_prompts: bool
-) -> list[_Unit]:
-    """All episodes that share a prompt; each apart if none are to share it."""
+) -> list[_Group]:
+    """The episodes `selected` by their prompt; each for itself without `share_prompts`."""
     groups: dict[tuple, list[int]] = {}
     for i in selected:
         episode = episodes[i]
         # an environment's first observation is part of the prompt, and may differ within a group
         key = (episode.prompt_index, *episode.prompt_ids) if share_prompts else (i,)
         groups.setdefault(key, []).append(i)
-    return [_unit(episodes, group) for group in groups.values()]
+    return [_make_group(episodes, indices) for indices in groups.values()]
 
 
 def _bins_of_groups(
-    episodes: Sequence[Episode], groups: list[_Unit], budget: int
-) -> list[list[_Unit]]:
-    """Groups in bins of at most `budget` tokens. One that fits stays whole, unless it costs less to
-    cut some of them and to repeat their prompts."""
-    whole = _filled(episodes, groups, budget, may_cut=False)
-    cut = _filled(episodes, groups, budget, may_cut=True)
+    episodes: Sequence[Episode], groups: list[_Group], budget: int
+) -> list[list[_Group]]:
+    """Groups in bins of at most `budget` tokens. Of two packings the cheaper one: groups that fit
+    stay whole, or some are cut to fill bins, and repeat their prompts."""
+    whole = _fill_bins(episodes, groups, budget, may_cut=False)
+    cut = _fill_bins(episodes, groups, budget, may_cut=True)
     return min(whole, cut, key=_cost)
 
 
-def _cost(bins: list[list[_Unit]]) -> int:
+def _cost(bins: list[list[_Group]]) -> int:
     """What micro-batches cost, in tokens."""
-    return sum(MICRO_BATCH_COST + sum(unit.num_tokens for unit in bin_) for bin_ in bins)
+    return sum(MICRO_BATCH_COST + sum(group.num_tokens for group in bin_) for bin_ in bins)
 
 
-def _filled(
-    episodes: Sequence[Episode], groups: list[_Unit], budget: int, may_cut: bool
-) -> list[list[_Unit]]:
-    """Bins filled one after the other: with the longest groups that fit, then with a part of
-    another one. An episode longer than the budget gets a bin of its own.
-
-    Without `may_cut` only groups longer than the budget are cut.
-    """
-    waiting = list(groups)
-    bins: list[list[_Unit]] = []
-    while waiting:
-        waiting.sort(key=lambda unit: unit.num_tokens, reverse=True)
-        bin_: list[_Unit] = []
-        room = budget
-        left: list[_Unit] = []
-        for unit in waiting:
-            if unit.num_tokens <= room:
-                bin_.append(unit)
-                room -= unit.num_tokens
-            else:
-                left.append(unit)
-        parts: list[tuple[_Unit, _Unit]] = []  # with what they are a part of
-        for unit in left[:NUM_CANDIDATES]:
-            if may_cut or unit.num_tokens > budget:
-                numbers = _fitting(episodes, unit, room)
-                if numbers:
-                    parts.append((_unit(episodes, numbers), unit))
-        if not bin_ and not parts:  # an episode longer than the budget
-            parts.append((_unit(episodes, left[0].episodes[:1]), left[0]))
-        if parts:
-            part, unit = max(parts, key=lambda pair: pair[0].num_tokens)
-            bin_.append(part)
-            left.remove(unit)
-            rest = [i for i in unit.episodes if i not in part.episodes]
-            if rest:
-                left.append(_unit(episodes, rest))
+def _fill_bins(
+    episodes: Sequence[Episode], groups: list[_Group], budget: int, may_cut: bool
+) -> list[list[_Group]]:
+    """Fill one bin after the other. may_cut: cut groups that fit into a bin, too."""
+    bins: list[list[_Group]] = []
+    while groups:
+        bin_, groups = _next_bin(episodes, groups, budget, may_cut)
         bins.append(bin_)
-        waiting = left
     return bins
 
 
-def _fitting(episodes: Sequence[Episode], unit: _Unit, room: int) -> list[int]:
-    """Which episodes of a unit fit with their prompt into `room` tokens, the longest first; in
+def _next_bin(
+    episodes: Sequence[Episode], groups: list[_Group], budget: int, may_cut: bool
+) -> tuple[list[_Group], list[_Group]]:
+    """A bin of the longest groups that fit and a part of another one, and the groups left. An
+    episode longer than the budget gets a bin of its own."""
+    bin_: list[_Group] = []
+    left: list[_Group] = []
+    room = budget
+    for group in sorted(groups, key=lambda group: group.num_tokens, reverse=True):
+        if group.num_tokens <= room:
+            bin_.append(group)
+            room -= group.num_tokens
+        else:
+            left.append(group)
+    parts: list[tuple[_Group, _Group]] = []  # (part, the group that it is cut from)
+    for group in left[:NUM_CANDIDATES]:
+        if may_cut or group.num_tokens > budget:
+            indices = _fitting(episodes, group, room)
+            if indices:
+                parts.append((_make_group(episodes, indices), group))
+    if not bin_ and not parts:
+        # an episode is longer than the budget
+        group = left[0]
+        parts.append((_make_group(episodes, group.episode_indices[:1]), group))
+    if parts:
+        part, group = max(parts, key=lambda pair: pair[0].num_tokens)
+        bin_.append(part)
+        left.remove(group)
+        rest = [i for i in group.episode_indices if i not in part.episode_indices]
+        if rest:
+            left.append(_make_group(episodes, rest))
+    return bin_, left
+
+
+def _fitting(episodes: Sequence[Episode], group: _Group, room: int) -> list[int]:
+    """Which episodes of a group fit with their prompt into `room` tokens, the longest first; in
     their order."""
-    room -= len(episodes[unit.episodes[0]].prompt_ids)
+    room -= len(episodes[group.episode_indices[0]].prompt_ids)
+    longest_first = sorted(
+        group.episode_indices, key=lambda i: len(episodes[i].response_ids), reverse=True
+    )
     fitting: list[int] = []
-    for i in sorted(unit.episodes, key=lambda i: len(episodes[i].response_ids), reverse=True):
+    for i in longest_first:
         length = len(episodes[i].response_ids)
         if length <= room:
             fitting.append(i)
             room -= length
-    return [i for i in unit.episodes if i in fitting]
+    return [i for i in group.episode_indices if i in fitting]
 
 
 def _bins_of_rows(episodes: Sequence[Episode], selected: Sequence[int], budget: int) -> list[Bin]:
-    """Units of one episode, longest first, in bins whose number of rows times their longest is at
-    most `budget`; an episode longer than that gets one of its own."""
+    """Episodes, longest first, in bins whose number of rows times their longest is at most
+    `budget`; an episode longer than that gets a bin of its own."""
     lengths = {i: len(episodes[i].prompt_ids) + len(episodes[i].response_ids) for i in selected}
     bins: list[Bin] = []
     longest = 0  # of the last bin
@@ -389,30 +416,31 @@ def _bins_of_rows(episodes: Sequence[Episode], selected: Sequence[int], budget: 
     return bins
 
 
-def _build(
+def _build_pack(
     episodes: Sequence[Episode],
-    units: list[list[int]],
+    groups: Bin,
     index: TokenIndex,
     multiple: int = 1,
     vision: Vision | None = None,
 ) -> MicroBatch:
-    """One micro-batch that is a pack; without units, padding that trains nothing."""
+    """A pack, padded to a `multiple` of tokens; without groups, padding that trains nothing."""
     row = _Row(vision)
-    for unit in units:
-        row.add_prompt(episodes[unit[0]])
-        for i in unit:
+    for indices in groups:
+        row.add_prompt(episodes[indices[0]])
+        for i in indices:
             row.add_response(episodes[i], index.tokens_of(i))
     num_blocks = max(ceil(len(row.input_ids) / multiple), 1)
+    # padding is a text of its own: its positions begin at 0
     row.pad(num_blocks * multiple, first_position=0)
-    return _micro_batch([row])
+    return _join_rows([row])
 
 
 def _build_rows(
-    episodes: Sequence[Episode], numbers: list[int], index: TokenIndex, vision: Vision | None
+    episodes: Sequence[Episode], indices: list[int], index: TokenIndex, vision: Vision | None
 ) -> MicroBatch:
-    """One micro-batch of a row for each episode; without any, a row that trains nothing."""
+    """A row for each episode, padded to the longest; without any, a row that trains nothing."""
     rows: list[_Row] = []
-    for i in numbers:
+    for i in indices:
         row = _Row(vision)
         row.add_prompt(episodes[i])
         row.add_response(episodes[i], index.tokens_of(i))
@@ -422,11 +450,11 @@ def _build_rows(
     for row in rows:
         # positions go on through the padding: a new beginning would look like another text
         row.pad(max(longest, 1), first_position=len(row.input_ids))
-    return _micro_batch(rows)
+    return _join_rows(rows)
 
 
 class _Row:
-    """A row while it is filled: the prompt of each unit once, then its responses."""
+    """A row while it is filled: prompts, each followed by its responses."""
 
     def __init__(self, vision: Vision | None):
         self.vision = vision
@@ -435,33 +463,33 @@ class _Row:
         self.rope: list[np.ndarray] = []  # M-RoPE positions of each segment, [3, length]
         self.hidden_index: list[int] = []
         self.targets: list[int] = []
-        self.tokens: list[int] = []
-        self.segments: list[list[int]] = []  # lengths in tokens, a list for each unit
-        # distinct ones, and where in the row the visual tokens of each occurrence stand
+        self.token_index: list[int] = []
+        self.units: list[list[int]] = []
+        # distinct ones, and the slots in this row of each occurrence
         self.pictures: dict[Media, list[np.ndarray]] = {}
-        self.prompt_end = 0  # of the last unit
+        self.prompt_end = 0  # of the last prompt
 
     def add_prompt(self, episode: Episode) -> None:
-        """Begin a unit with the prompt of its first episode."""
+        """Append an episode's prompt, as that of the responses that follow."""
         length = len(episode.prompt_ids)
         self._add_segment(episode, start=0, end=length)
-        self.segments.append([length])
+        self.units.append([length])
         self.prompt_end = len(self.input_ids)
 
-    def add_response(self, episode: Episode, tokens: range) -> None:
-        """`tokens` are the flat indices of its trained tokens."""
+    def add_response(self, episode: Episode, token_indices: range) -> None:
+        """Append an episode's response; `token_indices` are those of its trained tokens."""
         response_start = len(self.input_ids)
         prompt_length = len(episode.prompt_ids)
         response_length = len(episode.response_ids)
         self._add_segment(episode, start=prompt_length, end=prompt_length + response_length)
-        self.segments[-1].append(response_length)
+        self.units[-1].append(response_length)
         for i, trained in enumerate(episode.loss_mask):
             if trained:
                 # a token is predicted at the one before it, the first one at the prompt's last
                 before = response_start + i - 1 if i > 0 else self.prompt_end - 1
                 self.hidden_index.append(before)
                 self.targets.append(episode.response_ids[i])
-        self.tokens.extend(tokens)
+        self.token_index.extend(token_indices)
 
     def _add_segment(self, episode: Episode, start: int, end: int) -> None:
         """Append the tokens from `start` to `end` of an episode, and the pictures among them."""
@@ -474,7 +502,8 @@ class _Row:
         self.rope.append(self.vision.positions(ids, episode.media)[:, start:end])
         for media, places in zip(episode.media, self.vision.places(ids, episode.media)):
             if start <= places[0] < end:
-                self.pictures.setdefault(media, []).append(row_start + places - start)
+                slots = row_start + places - start
+                self.pictures.setdefault(media, []).append(slots)
 
     def pad(self, length: int, first_position: int) -> None:
         """Pad the row to `length` tokens."""
@@ -484,27 +513,20 @@ class _Row:
             self.input_ids.extend([0] * padding)
             self.positions.extend(positions)
             self.rope.append(np.tile(np.array(positions), (3, 1)))  # unused without vision
-            self.segments.append([padding])
+            self.units.append([padding])
 
 
-def _micro_batch(rows: list[_Row]) -> MicroBatch:
+def _join_rows(rows: list[_Row]) -> MicroBatch:
     """Rows of one length, one below the other."""
     length = len(rows[0].input_ids)
     hidden_index: list[int] = []
     pictures: dict[Media, list[np.ndarray]] = {}  # distinct ones, and the slots of each occurrence
     for i, row in enumerate(rows):
         start = i * length
-        hidden_index.extend(start + place for place in row.hidden_index)
+        hidden_index.extend(start + position for position in row.hidden_index)
         for media, occurrences in row.pictures.items():
-            pictures.setdefault(media, []).extend(start + places for places in occurrences)
-    feature_of_slot: dict[int, int] = {}
-    first_feature = 0
-    for media, occurrences in pictures.items():
-        for places in occurrences:
-            features = range(first_feature, first_feature + media.num_tokens)
-            feature_of_slot.update(zip(places.tolist(), features))
-        first_feature += media.num_tokens
-    slots = sorted(feature_of_slot)
+            pictures.setdefault(media, []).extend(start + slots for slots in occurrences)
+    slots, features = _slots_and_features(pictures)
     position_ids = torch.tensor([row.positions for row in rows])
     if rows[0].vision:
         rope = np.stack([np.concatenate(row.rope, axis=1) for row in rows], axis=1)  # [3, B, L]
@@ -514,21 +536,27 @@ def _micro_batch(rows: list[_Row]) -> MicroBatch:
         position_ids=position_ids,
         hidden_index=_int64(hidden_index),
         targets=_int64([token for row in rows for token in row.targets]),
-        tokens=_int64([token for row in rows for token in row.tokens]),
+        token_index=_int64([i for row in rows for i in row.token_index]),
         slots=_int64(slots),
-        features=_int64([feature_of_slot[slot] for slot in slots]),
+        features=_int64(features),
         media=list(pictures),
-        units=[unit for row in rows for unit in row.segments],
+        units=[unit for row in rows for unit in row.units],
     )
+
+
+def _slots_and_features(pictures: dict[Media, list[np.ndarray]]) -> tuple[list[int], list[int]]:
+    """All slots, ascending, and the feature of each. Every occurrence of a picture has the same
+    features."""
+    feature_of_slot: dict[int, int] = {}
+    first_feature = 0
+    for media, occurrences in pictures.items():
+        features = range(first_feature, first_feature + media.num_tokens)
+        for slots in occurrences:
+            feature_of_slot.update(zip(slots.tolist(), features))
+        first_feature += media.num_tokens
+    all_slots = sorted(feature_of_slot)
+    return all_slots, [feature_of_slot[slot] for slot in all_slots]
 
 
 def _int64(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
-
-
-def prompts_of_all_ranks(episodes: list[Episode]) -> list[int]:
-    """The sorted prompt indices of the episodes of all ranks, each once."""
-    prompts: set[int] = set()
-    for prompts_of_rank in gather_objects([episode.prompt_index for episode in episodes]):
-        prompts.update(prompts_of_rank)
-    return sorted(prompts)

@@ -81,7 +81,7 @@ def break_silence(missing: str = "") -> None:
     """If rank 0 has printed nothing for SILENCE: print what it waits for, or else in which of our
     functions its main thread is."""
     if os.environ.get("RANK", "0") == "0" and time.monotonic() > Progress.last_print + SILENCE:
-        print("...", missing or current_function(), flush=True)
+        print("...", missing or f"still running: {current_function()}", flush=True)
         Progress.last_print = time.monotonic()
 
 
@@ -93,8 +93,8 @@ def current_function() -> str:
         path = code.co_filename.removeprefix(ROOT)
         # ./with puts .venv, with the libraries, into our folder
         if path != code.co_filename and "site-packages/" not in path:
-            return f"{code.co_name}, {path}"
-    return "busy"
+            return f"{code.co_name} ({path})"
+    return "a library"
 
 
 def duration(seconds: float) -> str:

@@ -85,16 +85,16 @@ class Rehearsal:
         """
         release_memory()  # now: during the last attempt an exception held its tensors
         minibatch = self._minibatch()
-        tokens = max(batch.input_ids.numel() for batch in minibatch.micro_batches)
+        num_tokens = max(batch.input_ids.numel() for batch in minibatch.micro_batches)
         left_gb = 0.0
         outcome = FITS
         reset_peak(self.world.device)
         try:
-            # Adam's moments are there at each update but the first
+            # they take the place of Adam's moments, which are there at each update but the first
             moments = [adamw.missing_moments() for adamw in self.optimizers if not adamw.offload]
             yield minibatch
             for adamw in self.optimizers:
-                if adamw.offload:  # there for the optimizer's step alone
+                if adamw.offload:  # its moments are there for the optimizer's step alone
                     adamw.missing_moments()
             left_gb = left_at_peak_gb(self.world.device)
             del moments
@@ -103,14 +103,14 @@ class Rehearsal:
             if not memory:
                 raise
             outcome = f"out of {memory} after {self._num_collectives()} collectives"
-        self._conclude(outcome, tokens, left_gb)
+        self._conclude(outcome, num_tokens, left_gb)
 
     def _minibatch(self) -> Minibatch:
         """Two micro-batches, if a step has so many trajectories: the second finds the gradients of
         the first in memory."""
-        share_prompts = self.packer.layout["share_prompts"]
+        share_prompts = self.packer.layout.share_prompts
         num_prompts = math.ceil(self.rollout.prompts_per_step / self.world.size)
-        if not share_prompts:  # each response has one of its own
+        if not share_prompts:  # each response has a prompt of its own
             num_prompts *= self.rollout.samples_per_prompt
         episodes: list[Episode] = []
         for _ in range(2):
@@ -126,9 +126,9 @@ class Rehearsal:
         (minibatch,) = self.packer.minibatches(episodes, index, [list(range(len(episodes)))])
         return minibatch
 
-    def _conclude(self, outcome: str, tokens: int, left_gb: float) -> None:
-        """Drop the gradients; halve the micro-batches, of `tokens` tokens at most, if they did not
-        fit."""
+    def _conclude(self, outcome: str, num_tokens: int, left_gb: float) -> None:
+        """Drop the gradients. If the micro-batches did not fit, halve them. num_tokens: of the
+        largest."""
         self.num_attempts += 1
         outcomes = outcomes_of_ranks(outcome, self.world)
         if outcomes == {FITS}:
@@ -137,9 +137,9 @@ class Rehearsal:
             release_memory()
             reset_peak(self.world.device)  # memory/peak_gb is that of the steps
             self.is_due = False
-            self._report(tokens, left_gb)
+            self._report(num_tokens, left_gb)
             return
-        self._halve(tokens)
+        self._halve(num_tokens)
         if len(outcomes) > 1:
             # some ranks may wait in a collective for the others
             differing = ", ".join(sorted(outcomes))
@@ -158,10 +158,10 @@ class Rehearsal:
             count += backend._get_sequence_number_for_group()
         return count
 
-    def _halve(self, tokens: int) -> None:
+    def _halve(self, num_tokens: int) -> None:
         """SystemExit if the micro-batch was a single trajectory."""
         one_trajectory = longest(self.rollout)
-        budget = min(self.packer.budget, tokens)
+        budget = min(self.packer.budget, num_tokens)
         if budget <= one_trajectory:
             raise SystemExit(
                 f"out of memory before the first step: one trajectory of {one_trajectory} tokens "
@@ -173,12 +173,12 @@ class Rehearsal:
         self.packer.budget = max(budget // 2, one_trajectory)
         remember_budget(self.packer.budget, self.packer.run_dir)
 
-    def _report(self, tokens: int, left_gb: float) -> None:
+    def _report(self, num_tokens: int, left_gb: float) -> None:
         (left_gb,) = all_reduce([left_gb], "min")
         free_gb = self.plan.free_gb
         planned_gb = self.plan.update_gb
         text = (
-            f"rehearsal: micro-batches of {tokens} tokens, the largest of this run, fit "
+            f"rehearsal: micro-batches of {num_tokens} tokens, the largest of this run, fit "
             f"({time.perf_counter() - self.start:.1f} s); peak {free_gb - left_gb:.1f} GB, planned "
             f"{planned_gb:.1f}; {left_gb:.1f} GB are left, planned {free_gb - planned_gb:.1f}"
         )
@@ -230,15 +230,14 @@ def longest_episodes(
     vision: Vision | None,
 ) -> list[Episode]:
     """Episodes of these `prompts` that fill a micro-batch of `budget` tokens, as `pack` would fill
-    it: groups of the longest ones, and a shorter one in what is left.
-
-    A trajectory longer than the budget has a micro-batch of its own.
+    it: groups of the longest episodes, and a shorter one in what is left. One episode if that is
+    longer than the budget.
     """
     room = max(budget, longest(rollout))
     samples_per_prompt = rollout.samples_per_prompt if share_prompts else 1
     episodes: list[Episode] = []
     for prompt_index in prompts:
-        if room < 2:
+        if room < 2:  # a prompt and a response have a token each
             break
         prompt_length = min(rollout.max_prompt_tokens, room - 1)
         prompt_ids, prompt_media = with_pictures(prompt_length, rollout.max_images, vision)

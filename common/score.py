@@ -9,12 +9,14 @@ from math import isnan
 from pathlib import Path
 from typing import Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from tyro.conf import Positional
 
 from common.command_line import check_range
-from common.data.rows import RowFiles
+from common.data.rows import JSON_LINE, RowFiles
 from common.data.table_files import is_hub_id, stem_of
-from common.files import modified_at, user_errors
+from common.files import modified_at, replace_file, user_errors
 from common.flags import Files, Positive, call_program, check_reward_timeout
 from common.printing import guard_output
 from common.processes import cpus_of_rank
@@ -37,6 +39,12 @@ class Scoring:
     reward_timeout: Positive = 10.0
     # rows without a response, a truth or a scorer: stop, or drop them
     bad_rows: Literal["error", "drop"] = "error"
+    # write the rows that are right in so many of their responses, a lower and an upper share, to
+    # ROWS_kept.*
+    keep: tuple[float, float] | None = None
+    # the rows that --keep chooses from: the --eval-data of the evaluation that wrote FILE; default:
+    # FILE
+    rows: Files | None = None
 
 
 @dataclass
@@ -58,9 +66,13 @@ def score_file(flags: Scoring) -> None:
     ValueError, SystemExit if something is wrong with the file or the flags.
     """
     check_range("--reward-timeout", flags.reward_timeout, Positive)
+    check_keep(flags)
     files = RowFiles(flags.file, "FILE")
     output = output_path(flags, files)
     responses = read_responses(files, flags)
+    candidates = RowFiles(flags.rows, "--rows") if flags.rows else files
+    if flags.keep:
+        numbers = [row_number(response, candidates, flags) for response in responses]
     rewards = score_responses(responses, flags)
     num_failed = sum(isnan(reward["score"]) for reward in rewards)
     if num_failed == len(responses):
@@ -83,6 +95,69 @@ def score_file(flags: Scoring) -> None:
     if num_failed:
         failures = f", {num_failed} of them not scored, which count as wrong"
     print(f"{len(samples)} responses to {num_prompts} prompts{failures}: {output}")
+    if flags.keep:
+        verdicts: dict[int, list[bool]] = {}
+        for number, sample in zip(numbers, samples):
+            verdicts.setdefault(number, []).append(sample["correct"])
+        keep_rows(candidates, verdicts, flags.keep)
+
+
+def check_keep(flags: Scoring) -> None:
+    """SystemExit for --keep and --rows that cannot work."""
+    if flags.rows and not flags.keep:
+        raise SystemExit("--rows is for --keep LOW HIGH")
+    if flags.keep and not 0 <= flags.keep[0] <= flags.keep[1] <= 1:
+        low, high = flags.keep
+        raise SystemExit(
+            f"--keep {low:g} {high:g}: expected two shares from 0 to 1, the lower first"
+        )
+
+
+def row_number(response: Response, candidates: RowFiles, flags: Scoring) -> int:
+    """The number of the row, among those to choose from, that a response answers."""
+    if not flags.rows:
+        return response.row
+    number = response.columns.get("row")
+    num_rows = sum(len(table) for table in candidates.tables)
+    if type(number) is not int or not 0 <= number < num_rows:
+        raise SystemExit(
+            f"--rows {flags.rows}: FILE has the row {number!r:.40}, expected a number below "
+            f"{num_rows} in a column `row`, as --eval-only writes it for its --eval-data"
+        )
+    return number
+
+
+def keep_rows(rows: RowFiles, verdicts: dict[int, list[bool]], bounds: tuple[float, float]) -> None:
+    """Write those whose share of right responses is within the bounds, as they are in their file.
+
+    verdicts: number of a row -> whether each response to it is right.
+    """
+    low, high = bounds
+    shares = {number: sum(right) / len(right) for number, right in verdicts.items()}
+    kept = sorted(number for number, share in shares.items() if low <= share <= high)
+    num_hard = sum(share < low for share in shares.values())
+    num_rows = sum(len(table) for table in rows.tables)
+    counts = (
+        f"{len(kept)} of {num_rows} rows are right in {low:.0%} to {high:.0%} of their responses; "
+        f"{num_hard} in fewer, {len(shares) - len(kept) - num_hard} in more, "
+        f"{num_rows - len(shares)} have none"
+    )
+    if not kept:
+        raise SystemExit(f"{counts}; nothing is kept")
+    first = rows.paths[0]
+    path = Path.cwd() if is_hub_id(first) else first.parent
+    path = path / f"{stem_of(first)}_kept{rows.suffix}"
+    table = pa.concat_tables(rows.tables, promote_options="default").take(kept)
+
+    def write(temporary: Path) -> None:
+        if rows.suffix == ".jsonl":
+            lines = table.column(JSON_LINE).to_pylist()
+            temporary.write_bytes(b"".join(line.strip() + b"\n" for line in lines))
+        else:
+            pq.write_table(table, temporary)
+
+    replace_file(path, write)
+    print(f"{counts}: {path}")
 
 
 def output_path(flags: Scoring, files: RowFiles) -> Path:

@@ -222,7 +222,7 @@ class ToolReply:
     failed: bool = False
     info: dict = field(default_factory=dict)
     role: str = "tool"  # of the message that holds text and images
-    opened: Future[list[Media]] | None = None  # the images, once they are decoded
+    pictures: Future[list[Media]] | None = None  # the images, once they are decoded
 
 
 def trim(text: str) -> str:

@@ -30,6 +30,7 @@ def pytest_configure(config) -> None:
         config.zygote = zygote.Zygote(script_environment())
         os.environ[ZYGOTE] = config.zygote.address
     if not getattr(config.option, "numprocesses", None):  # not the one that only hands them out
+        gc.disable()  # until the tests are collected: imports leave little to collect
         importlib.import_module("helpers")  # before any test imports transformers
 
 
@@ -68,6 +69,7 @@ def pytest_collection_finish() -> None:
     """A collection of garbage need not walk what the tests have imported: that takes half a
     second, and some tests ask for many."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

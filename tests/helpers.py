@@ -26,7 +26,7 @@ from zygote import ROOT, WARM, ZYGOTE, script_environment
 import common.torch_repair  # noqa: F401  (before anything of transformers is imported)
 from common.attention import register_attention
 from common.checkpoint import Checkpoints
-from common.flags import Data, Rollout, parse
+from common.flags import Data, Machine, Rollout, parse
 from common.packing import prompts_of_all_ranks
 from common.precision import LossScale, choose_dtype
 from common.types import Episode, Request, Sampling
@@ -334,3 +334,24 @@ def kill_once(*arguments: object, ranks: int, after_step: int, fresh: bool = not
             kill_all(process)
         else:
             process.kill()
+
+
+def memory_phases(
+    rollout: Rollout,
+    machine: Machine,
+    ranks: int,
+    dtype: torch.dtype,
+    trained: list[str],
+    frozen: list[str],
+    on_gpu: bool,
+    reward_parameters: int = 0,
+) -> dict[str, float]:
+    """`phases_of` of the memory plan for the models in these folders, the policy first, then
+    critics. No weights are read."""
+    from common.memory.estimate import phases_of
+    from common.memory.shape import model_shape
+
+    shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
+    models = [shapes[path] for path in trained]
+    references = [shapes[path] for path in frozen]
+    return phases_of(rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters)

@@ -216,6 +216,7 @@ def refuse_threads() -> None:
 
 
 def import_all() -> None:
+    gc.disable()  # imports leave little to collect
     for path in sorted(ROOT.glob("common/**/[!_]*.py")):
         importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     for name in MODULES.split():
@@ -225,11 +226,20 @@ def import_all() -> None:
     with suppress(ImportError):
         auto = importlib.import_module("transformers.models.auto.video_processing_auto")
         list(auto.VIDEO_PROCESSOR_MAPPING.values())  # a processor that is loaded imports them all
+    register_kernels()
     importlib.import_module(
         "common.assets.build.tiny"
     ).rl_problems()  # the demo's rows, which most runs write for themselves
-    gc.collect()
     gc.freeze()  # a collection in a rank need not walk, and so copy, all that was imported
+    gc.enable()
+
+
+def register_kernels() -> None:
+    """vLLM's, in place of Triton's, for all ranks: it looks for those in every module."""
+    with suppress(ImportError, AttributeError):  # another version
+        platform = importlib.import_module("vllm.platforms").current_platform
+        platform.register_triton_kernel_overrides()
+        type(platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,11 +1,12 @@
 """Data sets in verl's format (parquet or jsonl) as tokenised prompts."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from jinja2 import TemplateError
@@ -38,7 +39,7 @@ from common.progress import say
 from common.types import Prompt, Row, Tool, is_continued
 from common.vision import UNREAD_PICTURES, Vision
 
-AS_THEY_STAND = (
+RAW_TEXT_NOTE = (
     "are texts: the model sees them as they stand, without its chat template, which takes a "
     'list of messages, [{"role": "user", "content": TEXT}]; `python -m common.look FILE '
     "--tokenizer MODEL` shows what it sees"
@@ -47,27 +48,29 @@ BATCH = 1024  # rows of the scan that are rendered together
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRow:
     """A row, ready for its chat template."""
 
     prompt: Prompt  # cleaned
-    messages: Prompt  # for the template: with tools, typed parts, and control tokens as text
+    # as the template takes them: tools added, texts and pictures as parts, control tokens spaced
+    messages: Prompt
     pictures: list[Picture]
     kwargs_of_tool: dict[str, dict]  # tools on offer: name -> the row's keyword arguments
     has_control_tokens: bool  # whether a message spelled one
 
 
 class PromptData:
-    """The rows of one or several files, kept in Arrow; data[i] is usable row i, tokenised.
+    """The rows of one or several files, kept in Arrow. `data[i]` is usable row i, tokenised;
+    `usable_row` and `file_row` take a `Row.index`, which counts all rows of the files.
 
     The constructor looks at every row. It raises a ValueError for files and rows that cannot be
     used, with file, row, reason and the flag that helps.
 
-    max_rows: of the concatenated files, before any is dropped. has_environment_class: --environment
-    is a class, not a function; then, and with --eval-only, a row needs no truth. world: all ranks
-    call this, and the first rank of each machine scans for the others. prompt_column: takes the
-    place of "prompt", for prompts of up to --max-prompt-tokens and --max-response-tokens together;
-    EXTRA.NAME is in an object.
+    max_rows: how many rows of the concatenated files are used, counted before bad ones are dropped.
+    has_environment_class: --environment is a class, not a function; then, and with --eval-only, a
+    row needs no truth. world: all ranks call this, and the first rank of each machine scans for the
+    others. prompt_column: the column to read instead of "prompt", EXTRA.NAME for a key of an
+    object; its prompts may be as long as --max-prompt-tokens and --max-response-tokens together.
     """
 
     def __init__(
@@ -92,10 +95,10 @@ class PromptData:
         self.tools = tools or {}
         self.prompt_column = prompt_column
         self.max_prompt_tokens = rollout.max_prompt_tokens
-        self.longest = "--max-prompt-tokens"
-        if prompt_column != "prompt":  # it may have a solution in it
+        self.length_flags = "--max-prompt-tokens"
+        if prompt_column != "prompt":  # a prompt of its own may hold a solution, too
             self.max_prompt_tokens = rollout.max_model_len
-            self.longest += " and --max-response-tokens together,"
+            self.length_flags = "--max-prompt-tokens plus --max-response-tokens:"
         self.max_images = rollout.max_images
         self.media_root = data.media_root
         self.has_environment_class = has_environment_class
@@ -114,11 +117,12 @@ class PromptData:
             once=partial(once_per_machine, world, alike=False),
         )
         check_column(self.files, prompt_column)
-        # which rows a function answers: those with arguments for it, or all if none has any
-        self.answered = "none"
+        # Which rows the function of --environment answers. own: those with arguments for it, if
+        # there are any.
+        self.answered_rows: Literal["none", "own", "all"] = "none"
         if rollout.environment and not has_environment_class:
             any_has_arguments = once_per_machine(world, self._any_row_has_arguments)
-            self.answered = "own" if any_has_arguments else "all"
+            self.answered_rows = "own" if any_has_arguments else "all"
         self.placeholders: list[str] = []
         if vision:
             self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()])
@@ -137,16 +141,82 @@ class PromptData:
         self.uses_template = report.num_templated > 0
         self._print_notes(report)
 
+    def __len__(self) -> int:
+        return len(self.usable)
+
+    def __getitem__(self, i: int) -> Row:
+        """Usable row i. If it cannot be read now, it has a `problem` and no prompt_ids."""
+        index = int(self.usable[i])
+        record = self._with_prompt(self.files.row(index, self._columns))
+        prepared = self._prepare(record)
+        ground_truth = truth_of(record)
+        row = Row(
+            index=index,
+            data_source=record["data_source"],
+            prompt=prepared.prompt,
+            ground_truth=ground_truth,
+            extra_info=record.get("extra_info") or {},
+            prompt_ids=[],
+            answer_kwargs=render.answer_kwargs(record, self.answered_rows),
+            messages=prepared.messages,
+        )
+        if self._has_environment(record):
+            # "" for the reward function, whose environment may know the truth
+            row.ground_truth = "" if ground_truth is None else ground_truth
+            row.environment = {name: render.without_nulls(value) for name, value in record.items()}
+            row.environment["ground_truth"] = ground_truth
+        (text,) = render.apply_template([prepared.messages], self.tokenizer)
+        try:
+            self._tokenize(row, prepared, text)
+        except BadRow as error:
+            row.media = []
+            row.prompt_ids = []
+            row.problem = f"{self.files.flag}: {self.files.place(index)}: {error}"
+            # not `say`: each rank reads rows of its own
+            print(f"warning: {row.problem}; left out", flush=True)
+        return row
+
+    def usable_row(self, index: int) -> Row:
+        """The usable row with this `Row.index`."""
+        return self[int(np.searchsorted(self.usable, index))]
+
+    def file_row(self, index: int) -> dict:
+        """The row with this `Row.index`: all its columns, as in the file."""
+        return self.files.row(index)
+
+    def keep(self, indices: Sequence[int] | np.ndarray) -> None:
+        """Use only rows whose `Row.index` is among these. ValueError if none is."""
+        self.usable = np.intersect1d(self.usable, indices)
+        if not len(self.usable):
+            raise ValueError(f"{self.files.flag}: no usable row is left")
+
+    def _tokenize(self, row: Row, prepared: PreparedRow, text: str) -> None:
+        """Set the row's tools, media and prompt_ids. BadRow for what cannot be read."""
+        beginning = render.beginning_ids(self.tokenizer, prepared.messages)
+        ids = beginning + render.encode(self.tokenizer, text)
+        beside = self.files.folder(row.index)
+        row.tools = read_tool_media(prepared.kwargs_of_tool, self.media_root, beside=beside)
+        row.media = [
+            open_media(picture, self.media_root, self.vision.limits, beside=beside)
+            for picture in prepared.pictures
+        ]
+        row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
+        num_tokens = len(row.prompt_ids)
+        if num_tokens > self.max_prompt_tokens:  # the scan's count was lower
+            raise BadRow(f"{num_tokens} tokens, above {self.length_flags} {self.max_prompt_tokens}")
+
+    # --- the scan ---
+
     def _refuse(self, report: ScanReport, drop: bool) -> None:
         self.files.refuse(report.bad_rows, "unusable rows", drop)
-        too_long = f"prompts longer than {self.longest} {self.max_prompt_tokens}"
+        too_long = f"prompts longer than {self.length_flags} {self.max_prompt_tokens}"
         self.files.refuse(report.too_long, too_long, drop)
 
     def _print_notes(self, report: ScanReport) -> None:
         flag = self.files.flag
         for note, count in report.notes.items():
             say(f"{flag}: {count} prompts {note}")
-        if self.answered == "all":
+        if self.answered_rows == "all":
             say(
                 f"{flag}: no row has extra_info.interaction_kwargs: all are answered by "
                 "--environment"
@@ -157,14 +227,14 @@ class PromptData:
     def _scan(self) -> ScanReport:
         """Look at every row once, without tokenising every text."""
         report = ScanReport()
-        # millions of short-lived rows would make the collector visit all of torch, over and over
+        # Rows are millions of short-lived objects. Frozen, torch's objects are not visited by each
+        # collection that they set off.
         gc.freeze()
         progress = self.files.progress()
         fingerprint = Fingerprint()
-        columns = None  # all: an environment's `reset` gets them, or --eval-only writes them
+        columns = None  # all columns count without a truth: --eval-only writes them
         if self.needs_truth:
-            # those that are read, and those that show that a row is of another system
-            columns = (*REQUIRED, *OPTIONAL, *FOREIGN_COLUMNS, first_part(self.prompt_column))
+            columns = (*self._columns, *FOREIGN_COLUMNS)
         rows = enumerate(map(self._with_prompt, self.files.records(columns)))
         maybe_too_long: dict[int, tuple[str, int]] = {}
         while records := dict(islice(rows, BATCH)):
@@ -214,16 +284,17 @@ class PromptData:
             beginning = render.beginning_ids(self.tokenizer, row.messages)
             extra_tokens += len(beginning)
             self._add_to_report(report, index, records[index], row, beginning)
+            # >=: the bound leaves out a space that the tokenizer may prepend
             if max_text_tokens + extra_tokens >= self.max_prompt_tokens:
-                # the text has one placeholder for each picture, which is counted there
+                # `Lengths` counts the text's placeholders, one for each picture: they come off
                 maybe_too_long[index] = (text, extra_tokens - len(row.pictures))
         return maybe_too_long
 
     def _prepare_batch(
         self, records: dict[int, dict | str], bad_rows: dict[int, str]
-    ) -> dict[int, Prepared]:
+    ) -> dict[int, PreparedRow]:
         """The rows that can be prepared; the others go into `bad_rows` with the reason."""
-        prepared: dict[int, Prepared] = {}
+        prepared: dict[int, PreparedRow] = {}
         for index, record in records.items():
             problem = row_problem(record, self.needs_truth)
             if problem:
@@ -232,7 +303,7 @@ class PromptData:
             try:
                 row = self._prepare(record)
                 beside = self.files.folder(index)
-                # reads nothing of the files, but raises for one that it cannot open
+                # size 0: nothing is read, but a file that cannot be opened raises BadRow
                 read_tool_media(row.kwargs_of_tool, self.media_root, size=0, beside=beside)
                 if len(row.pictures) > self.max_images:
                     raise BadRow(
@@ -246,8 +317,27 @@ class PromptData:
                 prepared[index] = row
         return prepared
 
+    def _render(self, prepared: dict[int, PreparedRow], bad_rows: dict[int, str]) -> dict[int, str]:
+        """The texts of prompts; those that the template refuses go into `bad_rows`."""
+        try:
+            texts = render.apply_template(
+                [row.messages for row in prepared.values()], self.tokenizer
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            # The template refuses a row (an unknown role, a tool call without a name): render them
+            # one by one to find it.
+            if len(prepared) == 1:
+                (index,) = prepared
+                bad_rows[index] = f"cannot be rendered: {error}"
+                return {}
+            rendered: dict[int, str] = {}
+            for index, row in prepared.items():
+                rendered |= self._render({index: row}, bad_rows)
+            return rendered
+        return dict(zip(prepared, texts))
+
     def _add_to_report(
-        self, report: ScanReport, index: int, record: dict, row: Prepared, beginning: list[int]
+        self, report: ScanReport, index: int, record: dict, row: PreparedRow, beginning: list[int]
     ) -> None:
         """Add a usable row. beginning: the ids that its text lacks in front."""
         report.kept.append(index)
@@ -259,7 +349,7 @@ class PromptData:
             note = "are rendered templates in one message: used without chat template"
             report.notes[note] += 1
         elif self.tokenizer.chat_template:
-            report.notes[AS_THEY_STAND] += 1
+            report.notes[RAW_TEXT_NOTE] += 1
         if beginning:
             token = self.tokenizer.decode(beginning)
             note = (
@@ -271,53 +361,23 @@ class PromptData:
         report.note_misreadings(
             render.bare_text(row.prompt), row.pictures, row.has_control_tokens, self.tokenizer
         )
-        request = render.ignored_request(record, self.tools, self.answered)
+        request = render.ignored_request(record, self.tools, self.answered_rows)
         if request:
             report.ignored_requests[request] += 1
 
-    def _prepare(self, record: dict) -> Prepared:
-        """A row, ready for its chat template. BadRow for what does not go together."""
-        prompt = render.clean_prompt(record["prompt"])
-        pictures = picture_sources(record, render.bare_text(record["prompt"]))
-        if pictures and not self.vision:
-            raise BadRow(UNREAD_PICTURES)
-        if self._has_environment(record):
-            if isinstance(prompt, str):
-                raise BadRow("is a rendered prompt, which an --environment cannot add to")
-            if is_continued(prompt):
-                raise BadRow(
-                    "ends in a message of the assistant, which an --environment cannot add to"
-                )
-        if not isinstance(render.answer_kwargs(record, self.answered) or {}, dict):
-            raise BadRow("extra_info.interaction_kwargs is no object")
-        kwargs_of_tool = render.row_tools(record, self.tools) if self.tools else {}
-        tools = {name: self.tools[name] for name in kwargs_of_tool}
-        spaced_prompt = prompt
-        if not isinstance(prompt, str):
-            spaced_prompt = render.with_control_tokens_spaced(prompt, self.space_control_tokens)
-        has_control_tokens = spaced_prompt != prompt
-        messages = render.to_messages(spaced_prompt, self.tokenizer, tools, pictures=bool(pictures))
-        return Prepared(prompt, messages, pictures, kwargs_of_tool, has_control_tokens)
-
-    def _has_environment(self, record: dict) -> bool:
-        """Whether each trajectory of this row has an object of the --environment's class."""
-        return self.has_environment_class and record.get("agent_name") != "single_turn_agent"
-
-    def _render(self, prepared: dict[int, Prepared], bad_rows: dict[int, str]) -> dict[int, str]:
-        """The texts of prompts; those that the template refuses go into `bad_rows`."""
-        try:
-            texts = render.apply_template([p.messages for p in prepared.values()], self.tokenizer)
-        except (TemplateError, TypeError, ValueError) as error:
-            # a role that it refuses, a tool call without a name
-            if len(prepared) == 1:
-                (index,) = prepared
-                bad_rows[index] = f"cannot be rendered: {error}"
-                return {}
-            rendered: dict[int, str] = {}
-            for index, row in prepared.items():
-                rendered |= self._render({index: row}, bad_rows)
-            return rendered
-        return dict(zip(prepared, texts))
+    def _picture_tokens(self, text: str, pictures: list[Picture], beside: Path) -> int:
+        """Tokens of a prompt's pictures. BadRow unless its text has one placeholder for each."""
+        num_placeholders = sum(map(text.count, self.placeholders))
+        if num_placeholders != len(pictures):
+            names = " or ".join(self.placeholders)
+            raise BadRow(
+                f"{num_placeholders} placeholders of pictures ({names}) in its text, and "
+                f"{len(pictures)} pictures"
+            )
+        return sum(
+            count_tokens(picture, self.media_root, self.vision, beside=beside)
+            for picture in pictures
+        )
 
     def _check_whole(self, messages: Prompt, text: str) -> None:
         """BadRow if the template has left out a message."""
@@ -331,88 +391,45 @@ class PromptData:
             if render.end_of_text(message["content"], flat) < 0:
                 raise BadRow(f"the chat template leaves out a message of role {message['role']!r}")
 
-    def _picture_tokens(self, text: str, pictures: list[Picture], beside: Path) -> int:
-        """Tokens of a prompt's pictures. BadRow unless its text has one placeholder for each."""
-        num_placeholders = sum(map(text.count, self.placeholders))
-        if num_placeholders != len(pictures):
-            names = " or ".join(self.placeholders)
-            raise BadRow(
-                f"{num_placeholders} placeholders of pictures ({names}) in its text, and "
-                f"{len(pictures)} pictures"
-            )
-        num_tokens = 0
-        for picture in pictures:
-            num_tokens += count_tokens(picture, self.media_root, self.vision, beside=beside)
-        return num_tokens
+    # --- the scan and single rows ---
 
-    def __len__(self) -> int:
-        return len(self.usable)
+    def _prepare(self, record: dict) -> PreparedRow:
+        """A row, ready for its chat template. BadRow for what does not go together."""
+        prompt = render.clean_prompt(record["prompt"])
+        pictures = picture_sources(record, render.bare_text(record["prompt"]))
+        if pictures and not self.vision:
+            raise BadRow(UNREAD_PICTURES)
+        if self._has_environment(record):
+            if isinstance(prompt, str):
+                raise BadRow("is a rendered prompt, which an --environment cannot add to")
+            if is_continued(prompt):
+                raise BadRow(
+                    "ends in a message of the assistant, which an --environment cannot add to"
+                )
+        if not isinstance(render.answer_kwargs(record, self.answered_rows) or {}, dict):
+            raise BadRow("extra_info.interaction_kwargs is no object")
+        kwargs_of_tool = render.row_tools(record, self.tools) if self.tools else {}
+        tools = {name: self.tools[name] for name in kwargs_of_tool}
+        spaced_prompt = prompt
+        if not isinstance(prompt, str):
+            spaced_prompt = render.with_control_tokens_spaced(prompt, self.space_control_tokens)
+        has_control_tokens = spaced_prompt != prompt
+        messages = render.to_messages(spaced_prompt, self.tokenizer, tools, pictures=bool(pictures))
+        return PreparedRow(prompt, messages, pictures, kwargs_of_tool, has_control_tokens)
 
-    def with_index(self, index: int) -> Row:
-        """The usable row with this `Row.index`."""
-        return self[int(np.searchsorted(self.usable, index))]
+    @property
+    def _columns(self) -> tuple[str, ...] | None:
+        """Columns that a row is made of; None: all, as the `reset` of an environment gets them."""
+        if self.has_environment_class:
+            return None
+        return (*REQUIRED, *OPTIONAL, first_part(self.prompt_column))
 
-    def keep(self, usable: np.ndarray) -> None:
-        """Use only rows whose `Row.index` is among these. ValueError if none is."""
-        self.usable = np.intersect1d(self.usable, usable)
-        if not len(self.usable):
-            raise ValueError(f"{self.files.flag}: no usable row is left")
+    def _has_environment(self, record: dict) -> bool:
+        """Whether each trajectory of this row has an object of the --environment's class."""
+        return self.has_environment_class and record.get("agent_name") != "single_turn_agent"
 
     def _with_prompt(self, record: dict | str) -> dict | str:
         """The record with the prompt of `prompt_column`."""
         if isinstance(record, str) or self.prompt_column == "prompt":
             return record
         return record | {"prompt": column_value(record, self.prompt_column)}
-
-    def record(self, index: int) -> dict:
-        """The row with this `Row.index`: all its columns, as in the file."""
-        return self.files.row(index)
-
-    def __getitem__(self, i: int) -> Row:
-        """Usable row i. If it cannot be read now, it has a `problem` and no prompt_ids."""
-        index = int(self.usable[i])
-        columns = None
-        if not self.has_environment_class:
-            columns = (*REQUIRED, *OPTIONAL, first_part(self.prompt_column))
-        record = self._with_prompt(self.files.row(index, columns))
-        prepared = self._prepare(record)
-        ground_truth = truth_of(record)
-        row = Row(
-            index=index,
-            data_source=record["data_source"],
-            prompt=prepared.prompt,
-            ground_truth=ground_truth,
-            extra_info=record.get("extra_info") or {},
-            prompt_ids=[],
-            answer_kwargs=render.answer_kwargs(record, self.answered),
-            messages=prepared.messages,
-        )
-        if self._has_environment(record):
-            # no truth in the row: the environment may know it
-            row.ground_truth = "" if ground_truth is None else ground_truth
-            row.environment = {name: render.without_nulls(x) for name, x in record.items()}
-            row.environment["ground_truth"] = ground_truth
-        (text,) = render.apply_template([prepared.messages], self.tokenizer)
-        try:
-            self._tokenize(row, prepared, text)
-        except BadRow as error:
-            row.media = []
-            row.prompt_ids = []
-            row.problem = f"{self.files.flag}: {self.files.place(index)}: {error}"
-            print(f"warning: {row.problem}; left out", flush=True)
-        return row
-
-    def _tokenize(self, row: Row, prepared: Prepared, text: str) -> None:
-        """Set the row's tools, media and prompt_ids. BadRow for what cannot be read."""
-        beginning = render.beginning_ids(self.tokenizer, prepared.messages)
-        ids = beginning + render.encode(self.tokenizer, text)
-        beside = self.files.folder(row.index)
-        row.tools = read_tool_media(prepared.kwargs_of_tool, self.media_root, beside=beside)
-        row.media = [
-            open_media(picture, self.media_root, self.vision.limits, beside=beside)
-            for picture in prepared.pictures
-        ]
-        row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
-        num_tokens = len(row.prompt_ids)
-        if num_tokens > self.max_prompt_tokens:  # the scan's count was lower
-            raise BadRow(f"{num_tokens} tokens, above {self.longest} {self.max_prompt_tokens}")

@@ -32,6 +32,10 @@ class WeightBooks:
             self.sent.add(name)
             yield name, tensor
 
+    def forget(self) -> None:
+        """The engine holds no weights until the next sync."""
+        self.step = None
+
     def close(self, step: int) -> None:
         """The engine now holds the weights of step `step`. RuntimeError if some were not sent."""
         missing = sorted(self.expected.keys() - self.sent)

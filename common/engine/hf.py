@@ -10,6 +10,7 @@ from torch import Tensor
 from common.engine.books import WeightBooks
 from common.engine.protocol import Engine, EngineConfig, Weights, without_placeholder
 from common.files import memory_advice
+from common.pictures import Media
 from common.progress import Progress
 from common.rotary import check_lengths, num_positions
 from common.torch_repair import transformers
@@ -50,13 +51,14 @@ class HuggingFaceEngine(Engine):
         self.sleep_level = config.sleep_level
         self.max_model_len = config.max_model_len
         self.placeholders = placeholder_ids(model_config)
-        self.end_ids = [*config.end_ids, *self.placeholders]  # see without_placeholder
+        # a placeholder of a picture ends the response: see without_placeholder
+        self.end_ids = [*config.end_ids, *self.placeholders]
         if self.vision and self.vision.family.clamps_merger:
             self.model.base_model.visual.merger.register_forward_pre_hook(clamp_inputs)
         sequence_bytes = self.max_model_len * cache_bytes_of_token(text_config, self.dtype)
         num_fitting = int(config.memory_gib * 2**30 / sequence_bytes)
         self.max_sequences = max(1, min(MAX_SEQUENCES, num_fitting))
-        self.requests: list[Request] = []
+        self.requests: list[Request] = []  # one for each sample
         self.weights = dict(self.model.named_parameters(remove_duplicate=False))
         self.weights.update(saved_buffers(self.model))
         self.books = WeightBooks({name: tensor.numel() for name, tensor in self.weights.items()})
@@ -81,8 +83,8 @@ class HuggingFaceEngine(Engine):
         """Queue each sample as a request of its own: its random numbers depend on its seed alone,
         not on its neighbours in a batch."""
         self.books.check(request.weights_step)
-        for j in range(request.sampling.n):
-            self.requests.append(replace(request, seed=request.seed + j))
+        for sample_index in range(request.sampling.n):
+            self.requests.append(replace(request, seed=request.seed + sample_index))
 
     @property
     def busy(self) -> bool:
@@ -108,9 +110,11 @@ class HuggingFaceEngine(Engine):
         for row, request in enumerate(requests):
             ids = request.prompt_ids
             positions[:, row, width - len(ids) :] = self.vision.positions(ids, request.media)
-        media = [m for request in requests for m in request.media]
-        images = [m for m in media if m.kind == "image"]
-        videos = [m for m in media if m.kind == "video"]
+        media: list[Media] = []
+        for request in requests:
+            media += request.media
+        images = [picture for picture in media if picture.kind == "image"]
+        videos = [picture for picture in media if picture.kind == "video"]
         arguments: dict[str, Tensor] = {}
         if images:
             patches, grids = self.vision.patches(images, self.device)
@@ -123,22 +127,23 @@ class HuggingFaceEngine(Engine):
         return arguments, torch.from_numpy(positions).to(self.device)
 
     def _generate_batch(self, requests: list[Request]) -> list[Completion]:
+        """A completion of each request. Those that are complete leave the batch."""
         ids, mask = left_padded([request.prompt_ids for request in requests], self.device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         pictures: dict[str, Tensor] = {}
         if self.vision:
             pictures, positions = self._pictures(requests, width=ids.shape[1])
         generators = []
-        limits = []
+        max_lengths = []
         for request in requests:
             generators.append(torch.Generator(self.device).manual_seed(request.seed))
             room = self.max_model_len - len(request.prompt_ids)
-            limits.append(min(request.sampling.max_tokens, room))
+            max_lengths.append(min(request.sampling.max_tokens, room))
         sampling = requests[0].sampling  # within a batch only max_tokens differs
         completions = [Completion([], [], "length") for _ in requests]
         running = list(range(len(requests)))  # for each row of the batch, its index in `requests`
         cache = transformers.DynamicCache(config=self.model.config)
-        for length in Progress("token", range(1, max(limits) + 1)):
+        for length in Progress("token", range(1, max(max_lengths) + 1)):
             output = self.model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -148,7 +153,7 @@ class HuggingFaceEngine(Engine):
                 use_cache=True,
                 logits_to_keep=1,
             )
-            pictures = {}
+            pictures = {}  # they are in the cache now
             tokens, logprobs = sample(
                 output.logits[:, -1], sampling, [generators[i] for i in running]
             )
@@ -161,18 +166,18 @@ class HuggingFaceEngine(Engine):
                 completions[i].logprobs.append(token_logprobs[row])
                 if token_ids[row] in self.end_ids:
                     completions[i].finish_reason = "stop"
-                elif length < limits[i]:
+                elif length < max_lengths[i]:
                     kept_rows.append(row)
             if not kept_rows:
                 break
             if len(kept_rows) < len(running):
-                kept = torch.tensor(kept_rows, device=self.device)
+                row_index = torch.tensor(kept_rows, device=self.device)
                 # recurrent layers have no batch_select_indices
-                cache.reorder_cache(kept)
+                cache.reorder_cache(row_index)
                 running = [running[row] for row in kept_rows]
-                tokens = tokens[kept]
-                mask = mask[kept]
-                positions = positions[..., kept, :]
+                tokens = tokens[row_index]
+                mask = mask[row_index]
+                positions = positions[..., row_index, :]
             ids = tokens[:, None]
             mask = torch.cat([mask, mask.new_ones(len(kept_rows), 1)], -1)
             positions = positions[..., -1:] + 1  # [B, 1], or [3, B, 1] for M-RoPE

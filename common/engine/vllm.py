@@ -39,23 +39,23 @@ from common.vision import is_composite, placeholder_ids, skeleton
 from common.weights import saved_sizes
 
 # errors of vLLM that lengths or memory may have caused
-LIMITS = re.compile("max_model_len|max_num_batched_tokens|max.seq.len|memory", re.IGNORECASE)
-# CUDA graphs that vLLM captures by default: up to so many samples, and those of large batches in
-# such steps
-MAX_GRAPH = 512
-GRAPH_STEP = 16
+LIMIT_ERROR = re.compile("max_model_len|max_num_batched_tokens|max.seq.len|memory", re.IGNORECASE)
+MAX_GRAPH = 512  # samples of the largest CUDA graph that vLLM captures by default
+GRAPH_STEP = 16  # sizes of larger graphs are multiples of this
+# --engine-args by which a user chooses graphs: `largest_graph` chooses none then
 CAPTURE_ARGS = {
     "compilation_config",
     "cudagraph_capture_sizes",
     "enforce_eager",
     "max_cudagraph_capture_size",
 }
+FRAMES_PER_SECOND = 2.0  # of each video, as vLLM is told
 # engines that live until the process ends: shutting vLLM down takes more than a second
 _alive: list[object] = []
 
 
-def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
-    """Settings that vLLM reads when it is imported."""
+def prepare_import(on_gpu: bool, dtype: torch.dtype) -> None:
+    """What must be set before vLLM is imported."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -63,10 +63,10 @@ def set_environment(on_gpu: bool, dtype: torch.dtype) -> None:
     }
     if not on_gpu:
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # Eager on CPUs: the one function that would still be compiled counts ranks of log-probs,
-        # and takes the C++ compiler 15 s.
+        # No compiler on CPUs: vLLM would still compile one function, which counts ranks of
+        # log-probs, and that takes the C++ compiler 15 s.
         torch._dynamo.config.disable = True
-        # one memory node: nothing to bind, or to warn of
+        # with one memory node there is nothing to bind: vLLM's attempt would only warn
         if not os.path.exists("/sys/devices/system/node/node1"):
             torch.ops._C.init_cpu_memory_env = lambda nodes: None
     elif dtype == torch.float32:
@@ -88,8 +88,8 @@ def give_back_compiler_threads() -> None:
 
 
 def register_model(model: nn.Module, path: str) -> None:
-    """Register a model's class with vLLM, or the transformers backend. SystemExit if neither runs
-    it exactly.
+    """Register with vLLM the class that runs this model: vLLM's own, or its transformers backend.
+    SystemExit if neither runs it exactly.
 
     vLLM itself registers classes lazily, and would inspect this one in a subprocess, which lacks
     our repair of torchvision.
@@ -172,9 +172,10 @@ def start_errors(path: str) -> Iterator[None]:
         else:
             reason = str(error)
         prefix = f"--model {path}: vLLM does not take it"
-        if LIMITS.search(reason.replace(path, "")):
+        if LIMIT_ERROR.search(reason.replace(path, "")):
             prefix = "--max-prompt-tokens, --max-response-tokens, --engine-memory"
-        raise SystemExit(printable(f"{prefix}: {' '.join(reason.split()):.500}")) from error
+        line = " ".join(reason.split())[:500]
+        raise SystemExit(printable(f"{prefix}: {line}")) from error
 
 
 def has_states(model: nn.Module) -> bool:
@@ -185,15 +186,17 @@ def has_states(model: nn.Module) -> bool:
 
 def default_slots(device: torch.device) -> int:
     """How many samples vLLM runs together on this GPU, unless --engine-args says otherwise."""
-    total = torch.cuda.mem_get_info(device)[1]
+    _, total = torch.cuda.mem_get_info(device)
+    # vLLM's own rule
     is_large = total >= 70 * 2**30 and "A100" not in torch.cuda.get_device_name(device)
     return 1024 if is_large else 256
 
 
 def largest_graph(config: EngineConfig) -> int | None:
-    """The number of samples of the largest CUDA graph; None: vLLM's own choice.
+    """Size of the largest CUDA graph, in samples; None leaves vLLM its own choice.
 
-    vLLM captures graphs of up to 512 samples. What decodes more launches each kernel by itself.
+    By default vLLM captures graphs of up to 512 samples, and a larger batch launches its kernels
+    one by one. So a graph is asked for that holds all samples of a step.
     """
     if not CAPTURE_ARGS.isdisjoint(config.args):
         return None
@@ -205,14 +208,14 @@ def largest_graph(config: EngineConfig) -> int | None:
 
 
 def engine_options(config: EngineConfig, on_gpu: bool, model: nn.Module) -> dict[str, object]:
-    """Arguments of vLLM that depend on the machine, on pictures, on the model's kind (`model`, its
-    skeleton) and on --engine-args."""
+    """Arguments of vLLM that depend on the machine, on pictures and on the model's layers (`model`
+    is a skeleton); and --engine-args, which win."""
     max_batched_tokens = max(config.max_model_len, 8192)
     options: dict[str, object] = {"enforce_eager": not on_gpu}
     if on_gpu:  # vLLM chooses the sizes of batches by the memory of the GPU
         free, total = torch.cuda.mem_get_info(config.world.device)
-        # kv_cache_memory_bytes is the size of the KV cache. This only has to pass vLLM's check of
-        # the free memory, even if another process takes some of it first.
+        # kv_cache_memory_bytes sets the size of the KV cache. gpu_memory_utilization only has to
+        # pass vLLM's check of the free memory, even if another process takes some of it first.
         options["gpu_memory_utilization"] = 0.5 * free / total
         options["enable_sleep_mode"] = config.sleep_level > 0
         options["max_cudagraph_capture_size"] = largest_graph(config)
@@ -245,7 +248,7 @@ class VllmEngine(Engine):
 
     def __init__(self, config: EngineConfig):
         on_gpu = config.world.device.type == "cuda"
-        set_environment(on_gpu, config.dtype)
+        prepare_import(on_gpu, config.dtype)
         from vllm import LLM
         from vllm.distributed import get_tp_group
 
@@ -272,7 +275,8 @@ class VllmEngine(Engine):
                 seed=0,
                 **options,
             )
-        # shared memory again (see prepare_cpu_platform), and of no use if each rank has a scheduler
+        # It would use vLLM's shared memory, too (see `share_the_machine`). Each rank has a
+        # scheduler of its own, so nothing needs broadcasting.
         get_tp_group().mq_broadcaster = None
         _alive.append(self.llm)
         if on_gpu:
@@ -282,10 +286,12 @@ class VllmEngine(Engine):
         self.vision = config.vision
         self.sleep_level = config.sleep_level if on_gpu else 0
         self.placeholders = placeholder_ids(model.config)
-        self.end_ids = [*config.end_ids, *self.placeholders]  # see without_placeholder
+        # a placeholder of a picture ends the response: see without_placeholder
+        self.end_ids = [*config.end_ids, *self.placeholders]
         self.model_type = model.config.model_type
         (self.has_head,) = self.llm.apply_model(has_head)
-        self.prompts: dict[int, list[int]] = {}  # of the requests that are not complete, by key
+        # key of an incomplete request -> its prompt's ids
+        self.open_prompts: dict[int, list[int]] = {}
         self.asleep = False
 
     def wake(self, part: str) -> None:
@@ -295,7 +301,8 @@ class VllmEngine(Engine):
         torch.cuda.empty_cache()
         with memory_advice("the weight sync" if part == "weights" else "the rollout"):
             self.llm.wake_up(tags=[part])
-        self.asleep = part != "kv_cache"  # which is woken last
+        if part == "kv_cache":  # the last part to wake
+            self.asleep = False
 
     def sleep(self) -> None:
         """Free the KV cache; move the weights to the host (level 1) or free them, too (level 2)."""
@@ -309,7 +316,7 @@ class VllmEngine(Engine):
             ) from error
         self.asleep = True
         if self.sleep_level == 2:
-            self.books.step = None  # there are no weights before the next sync
+            self.books.forget()
 
     @memory_advice("the weight sync")
     def sync_weights(self, weights: Weights, step: int) -> None:
@@ -318,14 +325,16 @@ class VllmEngine(Engine):
         `weights` is consumed in one call: a second reload_weights would wipe what the first has
         loaded.
         """
-        sent = self.books.record(weights)
-        if not self.has_head:  # vLLM's Gemma 2 takes no second name of its embeddings
-            sent = ((name, tensor) for name, tensor in sent if not name.endswith("lm_head.weight"))
+        # lazy: the books count a weight when vLLM takes it
+        stream = self.books.record(weights)
+        if not self.has_head:
+            # vLLM's Gemma 2 has no module for the head, which is tied to the embeddings
+            stream = (pair for pair in stream if not pair[0].endswith("lm_head.weight"))
         if self.model_type == "gpt_oss":
-            sent = GptOssWeights(sent)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
-        if self.model_type == "gpt_oss":
-            self.llm.apply_model(sent.copy_sinks)
+            stream = GptOssWeights(stream)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        if isinstance(stream, GptOssWeights):
+            self.llm.apply_model(stream.copy_sinks)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "weight sync: vLLM kept its prefix cache (are requests still running?)"
@@ -343,36 +352,38 @@ class VllmEngine(Engine):
             seed=request.seed,
             stop_token_ids=self.end_ids,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            logprobs=0,
+            logprobs=0,  # that of the sampled token alone
             flat_logprobs=True,
             detokenize=False,
         )
         prompt: dict[str, object] = {"prompt_token_ids": request.prompt_ids}
         if request.media:
-            data: dict[str, list] = {}
+            pictures: dict[str, list] = {}
             uuids: dict[str, list[str]] = {}
-            for m in request.media:
-                data.setdefault(m.kind, []).append(_media_data(m))
-                uuids.setdefault(m.kind, []).append(m.uuid)
+            for media in request.media:
+                pictures.setdefault(media.kind, []).append(_media_data(media))
+                uuids.setdefault(media.kind, []).append(media.uuid)
             prompt["prompt_token_ids"] = self.vision.collapse(request.prompt_ids, request.media)
-            prompt["multi_modal_data"] = data
+            prompt["multi_modal_data"] = pictures
             prompt["multi_modal_uuids"] = uuids
-        self.prompts[request.key] = request.prompt_ids
+        self.open_prompts[request.key] = request.prompt_ids
         self.llm.llm_engine.add_request(str(request.key), prompt, params)
 
     @property
     def busy(self) -> bool:
-        return bool(self.prompts)
+        return bool(self.open_prompts)
 
     @memory_advice("the rollout")
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Sample one more token of each request; (key, completions) of those that are complete."""
+        """Sample one more token of each request; returns (key, completions) of the requests that
+        this completed."""
         finished = []
         for output in self.llm.llm_engine.step():
             if not output.finished:
                 continue
             key = int(output.request_id)
-            if output.prompt_token_ids != self.prompts.pop(key):
+            sent_ids = self.open_prompts.pop(key)
+            if output.prompt_token_ids != sent_ids:
                 raise RuntimeError(
                     "the engine has seen a different prompt than the trainer: pictures of another "
                     "size?"
@@ -400,8 +411,8 @@ def _media_data(media: Media) -> object:
         return Image.fromarray(media.pixels[0])
     num_frames = len(media.pixels)
     metadata = {
-        "fps": 2.0,
-        "duration": num_frames / 2,
+        "fps": FRAMES_PER_SECOND,
+        "duration": num_frames / FRAMES_PER_SECOND,
         "total_num_frames": num_frames,
         "frames_indices": list(range(num_frames)),
         "video_backend": "opencv",

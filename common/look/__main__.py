@@ -3,7 +3,7 @@ pages.
 
 - data.parquet [--tokenizer NAME] [--rows 2]: columns, sources, prompt lengths, some rows
 - runs/NAME [runs/OTHER ...]: each one's curves.png, and pages of its dumps and of its evaluations'
-  samples
+  samples, in look/runs/NAME
 - runs/NAME/rollouts/step_000012.parquet: its page anew
 """
 
@@ -24,6 +24,7 @@ def look(
     tokenizer: str | None = None,
     template_args: JsonObject | None = None,
     rows: int = 2,
+    out: Path = Path("look"),
 ) -> None:
     """Show what runs have left, or what is in data files.
 
@@ -33,6 +34,7 @@ def look(
             is gone
         template_args: for a data file, arguments of the chat template, as the scripts take them
         rows: how many rows of a data file are printed
+        out: folder for curves and pages; what is looked at stays as it is
     """
     sources = list(dict.fromkeys(paths))  # each once
     if not sources:
@@ -45,9 +47,10 @@ def look(
     for path in sources:
         try:
             if path.is_dir():
-                draw_run(path, tokenizer)
+                draw_run(path, folder_of_pages(path, out), tokenizer)
             elif is_dump(path):
-                draw_pages([path], path.parent.parent, tokenizer)
+                run = path.parent.parent
+                draw_pages([path], run, folder_of_pages(run, out), tokenizer)
             else:
                 from common.look.show import show  # torch takes seconds
 
@@ -61,7 +64,18 @@ def look(
         raise SystemExit("nothing to show")
 
 
-def draw_run(run: Path, tokenizer: str | None) -> None:
+def folder_of_pages(run: Path, out: Path) -> Path:
+    """The folder in `out` for the pages of a run: its path from here, or else from the root.
+    SystemExit if that is in the run itself."""
+    path = run.resolve()
+    start = Path.cwd() if path.is_relative_to(Path.cwd()) else path.anchor
+    folder = out / path.relative_to(start)
+    if folder.resolve().is_relative_to(path):
+        raise SystemExit(f"{run}: --out {out} is in it, and it stays as it is: give another --out")
+    return folder
+
+
+def draw_run(run: Path, folder: Path, tokenizer: str | None) -> None:
     """A run's curves.png, the pages of its samples, and those of the dumps that have none."""
     metrics = run / "metrics.jsonl"
     dumps = sorted(run.glob("rollouts/step_??????.parquet"))
@@ -70,20 +84,24 @@ def draw_run(run: Path, tokenizer: str | None) -> None:
             raise SystemExit(f"{run}: the run has ended before its first step, or is in it")
         raise SystemExit(f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
     if metrics.is_file():
-        curves = run / "curves.png"
-        plot_curves(run, warn=True)
+        curves = folder / "curves.png"
+        plot_curves(run, folder, warn=True)
         if curves.is_file():
             print(curves)
         else:
             print(f"{metrics}: no curves.png of it so far")
     for file in sample_files(run):
-        page = samples_page(file)
+        page = samples_page(file, folder / file.parent.relative_to(run))
         if page.is_file():
             print(page)
-    without_page = [
-        dump for dump in dumps if dump.is_file() and not dump.with_suffix(".html").exists()
-    ]
-    draw_pages(without_page, run, tokenizer)
+    without_page: list[Path] = []
+    for dump in dumps:
+        if not dump.is_file() or dump.with_suffix(".html").exists():  # the run has written it
+            continue
+        page = folder / "rollouts" / f"{dump.stem}.html"
+        if not page.exists() or page.stat().st_mtime < dump.stat().st_mtime:
+            without_page.append(dump)
+    draw_pages(without_page, run, folder, tokenizer)
 
 
 def is_dump(path: Path) -> bool:
@@ -97,8 +115,9 @@ def is_dump(path: Path) -> bool:
     return "response_ids" in names and "loss_mask" in names
 
 
-def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
-    """Write the pages of dumps beside them, decoded with the tokenizer of the run's model."""
+def draw_pages(dumps: list[Path], run: Path, folder: Path, tokenizer: str | None) -> None:
+    """Write the pages of dumps into FOLDER/rollouts, decoded with the tokenizer of the run's
+    model."""
     if not dumps:
         return
     from common.look.show import tokenizer_of
@@ -111,8 +130,8 @@ def draw_pages(dumps: list[Path], run: Path, tokenizer: str | None) -> None:
     except (OSError, ValueError, SystemExit) as error:
         raise SystemExit(f"{run}: no tokenizer of {name} ({error}); give --tokenizer") from error
     for dump in dumps:
-        page = dump.with_suffix(".html")
-        write_page(dump, decoder)
+        page = folder / "rollouts" / f"{dump.stem}.html"
+        write_page(dump, decoder, page)
         if page.is_file():
             print(page)
 

@@ -84,9 +84,9 @@ def panels_of(measured: set[str]) -> dict[str, dict[str, str]]:
     return panels
 
 
-def plot_curves(run_dir: Path, warn: bool = False) -> None:
-    """Draw run_dir/curves.png from metrics.jsonl, a panel for each quantity that was measured; with
-    `warn` it prints how many lines were torn."""
+def plot_curves(run_dir: Path, folder: Path | None = None, warn: bool = False) -> None:
+    """Draw curves.png from run_dir/metrics.jsonl, a panel for each quantity that was measured, into
+    a folder, by default into run_dir; with `warn` it prints how many lines were torn."""
     try:
         # takes a second; without pyplot it draws by Agg, not to a screen
         from matplotlib.figure import Figure
@@ -121,8 +121,9 @@ def plot_curves(run_dir: Path, warn: bool = False) -> None:
     for place, (title, labels) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(num_rows, num_columns, place)
         draw_panel(axes, title, labels, curves)
-    path = Path(run_dir) / "curves.png"
+    path = (folder or Path(run_dir)) / "curves.png"
     with full_disk_is_a_warning(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda temporary: figure.savefig(temporary, format="png", dpi=120))
 
 

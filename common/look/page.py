@@ -123,11 +123,12 @@ def embed(data: bytes, max_side: int) -> dict:
     return {"problem": None, "uri": uri, "size": image.size}
 
 
-def write_page(dump: Path, tokenizer) -> None:
-    """Write the .html beside a dump (common/rollout/dumps.py): the first groups of its episodes,
-    with their pictures."""
-    page = dump.with_suffix(".html")
+def write_page(dump: Path, tokenizer, page: Path | None = None) -> None:
+    """Write the page of a dump (common/rollout/dumps.py): the first groups of its episodes, with
+    their pictures. page: where; by default beside the dump."""
+    page = page or dump.with_suffix(".html")
     try:
+        page.parent.mkdir(parents=True, exist_ok=True)
         rows = read_groups(dump)
         pictures = read_pictures(dump, rows)
         episodes = [page_episode(row, pictures, tokenizer) for row in rows]

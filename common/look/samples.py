@@ -18,12 +18,13 @@ def sample_files(run: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def samples_page(file: Path) -> Path:
-    """The .html beside a file of samples, wrong ones first; written unless it is newer than the
-    file."""
+def samples_page(file: Path, folder: Path) -> Path:
+    """The page of a file of samples, wrong ones first, in a folder; written unless it is newer than
+    the file."""
     suffix = ".html" if file.suffix == ".parquet" else f"{file.suffix}.html"
-    page = file.with_suffix(suffix)
+    page = folder / file.with_suffix(suffix).name
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         if not page.exists() or page.stat().st_mtime < file.stat().st_mtime:
             records = RowFiles([file], "samples").records()
             samples = [record for record in records if isinstance(record, dict)]

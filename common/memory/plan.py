@@ -18,6 +18,7 @@ from common.memory.remedies import (
     PHASES,
     ROOM,
     cheapest_change,
+    cheapest_share,
     fitting_cache,
     fitting_micro_batch,
     longest,
@@ -30,34 +31,17 @@ from common.torch_repair import transformers
 GB_PER_GIB = 2**30 / 1e9
 
 
-def memory_phases(
-    rollout: Rollout,
-    machine: Machine,
-    ranks: int,
-    dtype: torch.dtype,
-    trained: list[str],
-    frozen: list[str],
-    on_gpu: bool,
-    reward_parameters: int = 0,
-) -> dict[str, float]:
-    """`phases_of` for the models in these folders, the policy first, then critics; no weights are
-    read."""
-    shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
-    models = [shapes[path] for path in trained]
-    references = [shapes[path] for path in frozen]
-    return phases_of(rollout, machine, ranks, dtype, models, references, on_gpu, reward_parameters)
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
     """What a run needs, and its sizes, as given or chosen to fit."""
 
     text: str  # a line, and a warning if something may not fit
     micro_batch_tokens: int  # as given, or as many as fit
+    activation_memory: float  # the share that compiled layers keep, as given or chosen
     engine_memory: float  # GiB of the KV cache
-    free_gb: float  # before the run has loaded anything
-    update_gb: float  # of which the update takes
-    refusal: str = ""  # why the run cannot work
+    free_gb: float  # free before the run loads anything
+    update_gb: float  # needed at the peak of the update, by the estimate
+    refusal: str = ""  # why the run cannot work; "" if it can
 
 
 def memory_plan(
@@ -71,13 +55,15 @@ def memory_plan(
     most_tokens: int = MAX_MICRO_BATCH_TOKENS,
     teacher: str | None = None,
 ) -> MemoryPlan:
-    """What each phase needs, in words; sizes that no flag gives; and the cheapest change of flags
-    if something may not fit. All ranks call it together.
+    """The memory plan of a run. It chooses the sizes that no flag gives, describes what each phase
+    needs, and names the cheapest change of flags if a phase may not fit. All ranks call it
+    together.
 
-    The sizes are the largest with which a phase takes at most the share ROOM of the free memory of
-    the tightest rank: the KV cache with the rollout (if the engine sleeps on a GPU), a micro-batch
-    of at most `most_tokens` with the update. A plan that chooses the micro-batch on CPUs has a
-    `refusal` if a phase still does not fit: the kernel would kill the run without a message.
+    A size is the largest with which a phase takes at most the share ROOM of the free memory of the
+    tightest rank: the KV cache by the rollout, if the engine sleeps on a GPU; the micro-batch, of
+    at most `most_tokens`, by the update. `--activation-memory auto` is the share with which the
+    update fits and takes least time. On CPUs a plan that chose the micro-batch has a `refusal` if
+    a phase still does not fit: the kernel would kill the run without a message.
     trained, frozen, reward_model, teacher: folders. SystemExit if the KV cache does not fit beside
     the engine's weights.
     """
@@ -86,7 +72,7 @@ def memory_plan(
     attention = choose_attention(machine.attention, world.device, machine.compile, dtype)
     machine = replace(machine, attention=attention)
     shapes = {path: model_shape(path, machine) for path in {*trained, *frozen}}
-    run = _PlannedRun(
+    inputs = _PlanInputs(
         rollout,
         machine,
         world.size,
@@ -97,46 +83,45 @@ def memory_plan(
         teacher=model_shape(teacher, machine) if teacher else None,
         reward_parameters=classifier_parameters(reward_model) if reward_model else 0,
     )
-
-    room = ROOM * free_gb  # for sizes that the plan chooses
-    chosen_flags = []
-    cache_size_gib = cache_gib(rollout, on_gpu)
-    if run.chooses_cache:
-        cache_size_gib = fitting_cache(
-            run.phases, rollout, machine, world.size, room, run.least_cache_gib
-        )
-        chosen_flags.append(f"--engine-memory {cache_size_gib:g}")
-    with_cache = replace(rollout, engine_memory=cache_size_gib)
-    tokens = machine.micro_batch_tokens or most_tokens
-    if run.chooses_tokens:
-        tokens = fitting_micro_batch(run.phases, with_cache, machine, world.size, room, most_tokens)
-        chosen_flags.append(f"--micro-batch-tokens {tokens}")
-
-    gb = run.phases(with_cache, replace(machine, micro_batch_tokens=tokens), world.size)
+    room_gb = ROOM * free_gb  # for sizes that the plan chooses
+    rollout, machine, chosen_flags = inputs.with_sizes(room_gb, most_tokens)
+    gb = inputs.phases(rollout, machine, world.size)
+    check_cache(gb, free_gb)
     text = describe(gb, free_gb, rollout)
     if chosen_flags:
         text += f"; {' and '.join(chosen_flags)} chosen to fit into {ROOM:.0%} of what is free"
-    check_cache(gb, free_gb)
-    limit = room if run.chooses_tokens else free_gb  # a user's own sizes may use all that is free
-    too_large = [phase for phase in PHASES if gb[phase] > limit]
-    if not too_large:
-        return MemoryPlan(text, tokens, cache_size_gib, free_gb, gb["update"])
-
-    advice = run.advice(has_reference=gb["reference"] > 0, limit=limit, tokens=tokens)
-    phase_names = " and the ".join(too_large)
-    if on_gpu or not run.chooses_tokens:
-        text += f"\nwarning: the {phase_names} may not fit; {advice}"
-        return MemoryPlan(text, tokens, cache_size_gib, free_gb, gb["update"])
-    refusal = f"the {phase_names} would not fit into {ROOM:.0%} of what is free"
-    if gb["update"] > limit:
-        refusal += f", even with one episode of {longest(rollout)} tokens at a time"
-    refusal += f"; {advice}; --micro-batch-tokens {tokens} tries it all the same"
-    return MemoryPlan(text, tokens, cache_size_gib, free_gb, gb["update"], refusal)
+    if inputs.chooses_share:
+        text += f"\n{describe_share(machine.activation_memory, gb['update'], room_gb, free_gb)}"
+    # The margin is for the update's sizes that the plan chooses; a user's own may use all that is
+    # free.
+    limit_gb = room_gb if inputs.chooses_tokens or inputs.chooses_share else free_gb
+    too_large = [phase for phase in PHASES if gb[phase] > limit_gb]
+    refusal = ""
+    if too_large:
+        names = " and the ".join(too_large)  # "rollout and the update"
+        tokens = machine.micro_batch_tokens
+        advice = inputs.advice(machine, gb["reference"] > 0, limit_gb)
+        if on_gpu or not inputs.chooses_tokens:
+            text += f"\nwarning: the {names} may not fit; {advice}"
+        else:
+            refusal = f"the {names} would not fit into {ROOM:.0%} of what is free"
+            if gb["update"] > limit_gb:
+                refusal += f", even with one episode of {longest(rollout)} tokens at a time"
+            refusal += f"; {advice}; --micro-batch-tokens {tokens} tries it all the same"
+    return MemoryPlan(
+        text=text,
+        micro_batch_tokens=machine.micro_batch_tokens,
+        activation_memory=machine.activation_memory,
+        engine_memory=rollout.engine_memory,
+        free_gb=free_gb,
+        update_gb=gb["update"],
+        refusal=refusal,
+    )
 
 
 @dataclass(frozen=True)
-class _PlannedRun:
-    """The run that a plan is for, before sizes are chosen."""
+class _PlanInputs:
+    """What a plan is made from: flags, before sizes are chosen, and the shapes of models."""
 
     rollout: Rollout
     machine: Machine
@@ -162,6 +147,31 @@ class _PlannedRun:
             self.teacher,
         )
 
+    def with_sizes(self, room_gb: float, most_tokens: int) -> tuple[Rollout, Machine, list[str]]:
+        """The flags with all sizes; and the words of those sizes that the plan has chosen."""
+        rollout = self.rollout
+        machine = self.machine
+        chosen_flags = []
+        cache_size_gib = cache_gib(rollout, self.on_gpu)
+        if machine.activation_memory == "auto":
+            machine = replace(machine, activation_memory=1.0)
+        if self.chooses_cache:
+            cache_size_gib = fitting_cache(
+                self.phases, rollout, machine, self.ranks, room_gb, self.least_cache_gib
+            )
+            chosen_flags.append(f"--engine-memory {cache_size_gib:g}")
+        rollout = replace(rollout, engine_memory=cache_size_gib)
+        if self.chooses_share:
+            share = cheapest_share(self.phases, rollout, machine, self.ranks, room_gb, most_tokens)
+            machine = replace(machine, activation_memory=share)
+        tokens = machine.micro_batch_tokens or most_tokens
+        if self.chooses_tokens:
+            tokens = fitting_micro_batch(
+                self.phases, rollout, machine, self.ranks, room_gb, most_tokens
+            )
+            chosen_flags.append(f"--micro-batch-tokens {tokens}")
+        return rollout, replace(machine, micro_batch_tokens=tokens), chosen_flags
+
     @property
     def chooses_cache(self) -> bool:
         """Whether the plan sizes the KV cache: no flag does, and the engine sleeps on a GPU."""
@@ -170,47 +180,60 @@ class _PlannedRun:
 
     @property
     def chooses_tokens(self) -> bool:
+        """Whether the plan sizes the micro-batch: no flag does, and the run trains."""
         return self.machine.micro_batch_tokens is None and not self.rollout.eval_only
+
+    @property
+    def chooses_share(self) -> bool:
+        """Whether the plan chooses --activation-memory: it is auto, and has an effect."""
+        is_compiled = self.machine.compile and not self.machine.gradient_checkpointing
+        is_auto = self.machine.activation_memory == "auto"
+        return is_auto and is_compiled and not self.rollout.eval_only
 
     @property
     def least_cache_gib(self) -> float:
         """The KV cache of a single episode (GiB), rounded up to a quarter."""
         policy = self.models[0]
-        values = 2 * policy.layers * policy.keys  # of a token
-        token_bytes = values * self.dtype.itemsize / self.rollout.engine_parallel
-        return max(0.25, ceil(4 * token_bytes * longest(self.rollout) / 2**30) / 4)
+        token_numbers = 2 * policy.layers * policy.keys  # keys and values
+        token_bytes = token_numbers * self.dtype.itemsize / self.rollout.engine_parallel
+        episode_gib = token_bytes * longest(self.rollout) / 2**30
+        return max(0.25, ceil(4 * episode_gib) / 4)
 
-    def advice(self, has_reference: bool, limit: float, tokens: int) -> str:
-        """The cheapest change of flags with which each phase fits into `limit` gigabytes.
-        tokens: of a micro-batch without the change."""
+    def advice(self, machine: Machine, has_reference: bool, limit_gb: float) -> str:
+        """The cheapest change of flags with which each phase fits into the limit. machine: with the
+        sizes that the plan has chosen."""
         rollout = self.rollout
-        shares = engine_shares(self.models[0], rollout)
-        alternatives = remedies(
-            rollout, self.machine, self.ranks, self.on_gpu, has_reference, shares
+        tokens = machine.micro_batch_tokens
+        # a change of flags makes a plan of its own, with micro-batches of at most as many tokens
+        machine = replace(machine, micro_batch_tokens=self.machine.micro_batch_tokens)
+        sizes = larger_engine_parallel(self.models[0], rollout)
+        alternatives = list(
+            remedies(rollout, machine, self.ranks, self.on_gpu, has_reference, sizes)
         )
         most_gib = cache_gib(rollout, self.on_gpu)
         if self.chooses_cache:
             # the default, or the cache of one episode if that is larger
             most_gib = max(most_gib, self.least_cache_gib)
         else:
-            # as if a flag gave it: the advice then names --engine-memory if it lowers it
+            # with a size set here, the advice names --engine-memory where a smaller cache helps
             rollout = replace(rollout, engine_memory=most_gib)
         change = cheapest_change(
             self.phases,
-            list(alternatives),
+            alternatives,
             rollout,
-            self.machine,
+            machine,
             self.ranks,
-            room_gb=limit,
+            room_gb=limit_gb,
             most_tokens=tokens,
             most_cache_gib=most_gib,
             least_cache_gib=self.least_cache_gib,
         )
         if change:
             return f"it would {change}"
-        if self.machine.lora_rank:
-            return "nor would it with other flags: a smaller model"
-        return "nor would it with other flags: a smaller model, or --lora-rank"
+        remedy = "take a smaller model"
+        if not self.machine.lora_rank:
+            remedy += ", or add --lora-rank"
+        return f"no change of flags is enough: {remedy}"
 
 
 def free_memory_gb(world: World) -> float:
@@ -236,35 +259,50 @@ def check_cache(gb: dict[str, float], free_gb: float) -> None:
         )
 
 
-def engine_shares(shape: ModelShape, rollout: Rollout) -> list[int]:
+def larger_engine_parallel(shape: ModelShape, rollout: Rollout) -> list[int]:
     """Larger values that --engine-parallel may have."""
     if not rollout.uses_vllm or rollout.replay:
         return []
     # keys = heads of keys x head size, queries = heads x head size
     key_heads = shape.heads * shape.keys // shape.queries
-    shares = []
-    for share in (2, 4, 8):
-        divides_all = all(n % share == 0 for n in (ranks_here(), shape.heads, shape.mlp))
-        keys_fit = key_heads % share == 0 or share % key_heads == 0  # split, or repeated
-        if share > rollout.engine_parallel and divides_all and keys_fit:
-            shares.append(share)
-    return shares
+    sizes = []
+    for size in (2, 4, 8):
+        divides_all = all(n % size == 0 for n in (ranks_here(), shape.heads, shape.mlp))
+        # heads of keys are split over ranks, or repeated
+        splits_keys = key_heads % size == 0 or size % key_heads == 0
+        if size > rollout.engine_parallel and divides_all and splits_keys:
+            sizes.append(size)
+    return sizes
 
 
 def describe(gb: dict[str, float], free_gb: float, rollout: Rollout) -> str:
     """The plan in a sentence, without the phases that a run does not have."""
-    text = f"memory of a rank (GB, estimated; {free_gb:.1f} are free): weights {gb['weights']:.1f}"
-    text += f" (reference {gb['reference']:.1f}), Adam {gb['Adam']:.1f}"
+    phases: list[str] = []
     if not rollout.replay:
-        text += f"; rollout {gb['rollout']:.1f} (engine {gb['engine']:.1f}"
+        text = f"rollout {gb['rollout']:.1f} GB (engine {gb['engine']:.1f}"
         text += f", KV cache {gb['KV cache']:.1f} by --engine-memory"
-        text += f", work space {gb['workspace']:.1f})"
+        phases.append(f"{text}, work space {gb['workspace']:.1f})")
     if gb["scoring"]:
-        text += f"; reward model {gb['scoring']:.1f}"
+        phases.append(f"reward model {gb['scoring']:.1f} GB")
     if not rollout.eval_only:
-        text += f"; update {gb['update']:.1f} (gradients {gb['gradients']:.1f}"
-        text += f", activations {gb['activations']:.1f}, gathered {gb['gathered']:.1f})"
-    return text
+        text = f"update {gb['update']:.1f} GB (gradients {gb['gradients']:.1f}"
+        text += f", activations {gb['activations']:.1f}"
+        phases.append(f"{text}, gathered {gb['gathered']:.1f})")
+    models = f"weights {gb['weights']:.1f}"
+    if gb["reference"]:
+        models += f" (reference {gb['reference']:.1f})"
+    return (
+        f"needs per rank, estimated: {', '.join(phases)}, each with {models} and Adam "
+        f"{gb['Adam']:.1f}; free {free_gb:.1f} GB"
+    )
+
+
+def describe_share(share: float, update_gb: float, room_gb: float, free_gb: float) -> str:
+    """What --activation-memory auto became."""
+    if update_gb > room_gb:
+        return f"--activation-memory auto: {share:g}, the least; the update does not fit with it"
+    left_gb = free_gb - update_gb
+    return f"--activation-memory auto: {share:g}, with which the update leaves {left_gb:.1f} GB"
 
 
 def no_rollout(longest_episode: int) -> Rollout:

@@ -11,6 +11,9 @@ from common.flags import Machine, Rollout
 ROOM = 0.9  # share of the free memory that a run fills by itself
 STEP = 128  # tokens: micro-batches are padded to multiples of it
 PHASES = ("rollout", "scoring", "update")
+# {share of the activations that compiled layers keep: about the share of a step's time that the
+# rest costs, which they compute again}
+ACTIVATION_SHARES = {1.0: 0.0, 0.7: 0.02, 0.5: 0.05, 0.3: 0.15}
 
 # (rollout, machine, ranks) -> gigabytes of each phase
 Phases = Callable[[Rollout, Machine, int], dict[str, float]]
@@ -84,17 +87,47 @@ def fitting_cache(
     return max(least, low / 4)
 
 
+def micro_batch_cost(tokens: int) -> float:
+    """About the share of a step's time in which weights are gathered and gradients reduced, with
+    micro-batches of so many tokens."""
+    return 1500 / tokens
+
+
+def cheapest_share(
+    phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room_gb: float, most_tokens: int
+) -> float:
+    """The share of the activations with which an update takes least time, of those with which it
+    takes at most `room_gb`; the smallest share if it takes more with each.
+
+    This is the largest share that fits, unless the run also chooses its micro-batches: then a
+    smaller one may leave room for larger micro-batches, of at most `most_tokens`.
+    """
+    best_cost = inf
+    best_share = min(ACTIVATION_SHARES)
+    for share, cost in ACTIVATION_SHARES.items():
+        changed = replace(machine, activation_memory=share)
+        if changed.micro_batch_tokens is None:
+            tokens = fitting_micro_batch(phases, rollout, changed, ranks, room_gb, most_tokens)
+            changed = replace(changed, micro_batch_tokens=tokens)
+        whole_cost = cost + micro_batch_cost(changed.micro_batch_tokens)
+        fits = phases(rollout, changed, ranks)["update"] <= room_gb
+        if fits and whole_cost < best_cost:
+            best_cost = whole_cost
+            best_share = share
+    return best_share
+
+
 def remedies(
     rollout: Rollout,
     machine: Machine,
     ranks: int,
     on_gpu: bool,
     has_reference: bool,
-    engine_shares: Sequence[int],
+    engine_parallel_sizes: Sequence[int],
 ) -> Iterator[list[Remedy]]:
     """The alternatives for each flag that may help; the first one leaves the flag as it is.
 
-    engine_shares: possible values of --engine-parallel.
+    engine_parallel_sizes: possible values of --engine-parallel.
     """
     no_change = Remedy()
     compilable = on_gpu and machine.attention in ("flex", "flash")
@@ -102,12 +135,15 @@ def remedies(
         yield [no_change, Remedy("--compile", cost=0.01, machine={"compile": True})]
     if not machine.gradient_checkpointing:
         recomputations = [no_change]
-        for share, cost in ((0.7, 0.02), (0.5, 0.05), (0.3, 0.15)):
+        for share, cost in ACTIVATION_SHARES.items():
             if compilable and share < machine.activation_memory:
                 words = f"--activation-memory {share}"
                 recomputations.append(Remedy(words, cost, machine={"activation_memory": share}))
         checkpointing = {"gradient_checkpointing": True, "activation_memory": 1.0}
-        recomputations.append(Remedy("--gradient-checkpointing", cost=0.3, machine=checkpointing))
+        words = "--gradient-checkpointing"
+        if machine.activation_memory < 1:
+            words += " (in place of --activation-memory)"
+        recomputations.append(Remedy(words, cost=0.3, machine=checkpointing))
         yield recomputations
     if not on_gpu:
         return
@@ -126,11 +162,11 @@ def remedies(
     if machine.shard_size and machine.shard_size < ranks:
         words = f"--shard-size {ranks}"
         yield [no_change, Remedy(words, cost=0.1, machine={"shard_size": ranks})]
-    if engine_shares:
+    if engine_parallel_sizes:
         shared = [no_change]
-        for share in engine_shares:
-            words = f"--engine-parallel {share}"
-            shared.append(Remedy(words, cost=0.1 * share, rollout={"engine_parallel": share}))
+        for size in engine_parallel_sizes:
+            words = f"--engine-parallel {size}"
+            shared.append(Remedy(words, cost=0.1 * size, rollout={"engine_parallel": size}))
         yield shared
     if machine.strategy == "fsdp" and not machine.shard_size:
         more_gpus = [no_change]
@@ -194,8 +230,7 @@ def cheapest_change(
                 tokens = largest_micro_batch(phases, with_cache, new_machine, new_ranks, room_gb)
             if tokens == 0:
                 continue
-            # weights are gathered and gradients reduced for each micro-batch
-            cost_of_tokens = 1500 / tokens - 1500 / machine.micro_batch_tokens
+            cost_of_tokens = micro_batch_cost(tokens) - micro_batch_cost(machine.micro_batch_tokens)
             # a smaller cache holds fewer sequences
             cost_of_cache = 0.1 * (most_cache_gib / cache - 1)
             whole_cost = cost + cost_of_tokens + cost_of_cache

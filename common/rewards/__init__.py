@@ -52,9 +52,11 @@ boxed_reward = built_in("math", "score_boxed", "sympy")
 dapo_reward = built_in("math", "score_dapo")
 geo3k_reward = built_in("geometry", "score_geo3k", "sympy")
 visual_qa_reward = built_in("visual_qa", "score_visual_qa", "sympy")
+reasoning_gym_reward = built_in("reasoning_gym", "score", "reasoning_gym")
 
 # data_source pattern -> function; the first that matches is taken
 REWARD_FUNCTIONS: dict[str, RewardFunction] = {
+    "reasoning_gym/*": reasoning_gym_reward,  # what common.prepare.reasoning_gym writes
     "visual_qa/*": visual_qa_reward,  # Pixel Reasoner's rows: common.data.visual_qa
     "tiny-vl": visual_qa_reward,
     "*countdown*": countdown_reward,

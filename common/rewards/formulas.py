@@ -3,9 +3,9 @@ at points.
 
 A formula is read whole or not at all: what is not known here (an operator, a command, two numbers
 side by side) is `Unreadable`, and then only its spelling tells. Two formulas are equal if they
-agree at random points, to more digits than a coincidence has; constants are compared exactly if
-both are rational, and else relatively, however small. Sizes are bounded before sympy computes
-anything.
+agree at a few fixed points, to more digits than a coincidence has. Constants are compared exactly
+if both are rational, otherwise to a relative precision, however small they are. Sizes are bounded
+before sympy computes anything.
 """
 
 import re
@@ -20,25 +20,22 @@ if TYPE_CHECKING:
     import sympy
 
 MAX_CHARACTERS = 200
-MAX_BITS = 100_000  # of the numbers that a formula may lead to
-MAX_ROOT_BITS = 256  # of a number under a root, which sympy tries to factor
-MAX_EXPONENT = 10_000  # that is no integer, or of e
-MAX_EXPONENT_BITS = 128  # of one with symbols
-MAX_ANGLE_BITS = 4096  # of a number in sin and other functions, which need as many digits of pi
-MAX_ROUNDED = 10**200  # in floor and ceiling
+MAX_BITS = 100_000  # bits of the numbers that a formula leads to
+MAX_ROOT_BITS = 256  # bits of a number under a root: sympy tries to factor it
+MAX_EXPONENT = 10_000  # value of an exponent of e, or of one that is no integer
+MAX_EXPONENT_BITS = 128  # bits of such an exponent, if it has symbols
+MAX_ANGLE_BITS = 4096  # bits of the argument of sin and the like, which needs as many digits of pi
+MAX_ROUNDED = 10**200  # number in a floor or a ceiling
 MAX_FACTORIAL = 999
 MAX_BINOMIAL = 9999
-MAX_FUNCTIONS = 4  # inside each other
-MAX_BRACKETS = 40  # inside each other
+MAX_FUNCTIONS = 4  # depth of functions inside each other
+MAX_BRACKETS = 40  # depth of brackets
 
-FUNCTIONS = {
-    **{
-        name: name
-        for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp")
-    },
-    **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
-}
-GROWING_FUNCTIONS = ("exp", "sinh", "cosh", "tanh")
+TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
+EXPONENTIAL = ("exp", "sinh", "cosh", "tanh")  # computed from e^x
+# name in LaTeX -> name in sympy
+FUNCTIONS = {name: name for name in (*TRIGONOMETRIC, *EXPONENTIAL)}
+FUNCTIONS |= {f"arc{name}": f"a{name}" for name in TRIGONOMETRIC}
 LOGARITHMS = ("ln", "log", "lg")
 GREEK = """
 alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi
@@ -49,21 +46,23 @@ ACCENTS = """
 overline bar vec overrightarrow hat widehat tilde widetilde underline mathbb mathcal
 mathfrak mathscr
 """
-NAMES_OF_FUNCTIONS = set("fghFGHPQ")  # of which x(…) is a value, not a product
+FUNCTION_LETTERS = set("fghFGHPQ")  # f(x) is a value of f, not a product
 
 TOKEN = re.compile(
     r"""(?x)
     (?P<number> [0-9]+ (?: \.[0-9]* )? | \.[0-9]+ )
+    # \vec{a}: a symbol, too
     | (?P<accent> \\(?:ACCENTS) \s* (?: \{ [A-Za-z0-9\s]* \} | [A-Za-z] ) )
+    # a word is one symbol; up to three letters are a product
     | (?P<symbol> (?: [A-Za-z]{4,} | [A-Za-z] | \\(?:GREEK)(?![A-Za-z]) )
-        (?: _ \s* (?: [A-Za-z0-9] | \{ [A-Za-z0-9\s,+\-]* \} ) )?
-        (?: ' | \^\s* (?: \\top | \{\s*\\top\s*\} )
+        (?: _ \s* (?: [A-Za-z0-9] | \{ [A-Za-z0-9\s,+\-]* \} ) )?  # a subscript
+        (?: '  # primes, and a transpose: x^\top, A^T
+            | \^\s* (?: \\top | \{\s*\\top\s*\} )
             | (?<=[A-Z]) \^\s* (?: T (?![A-Za-z]) | \{\s*T\s*\} ) )* )
     | (?P<command> \\[A-Za-z]+ )
     | (?P<operator> [-+*/^!°()|{}\[\]_] )
     """.replace("ACCENTS", "|".join(ACCENTS.split())).replace("GREEK", "|".join(GREEK.split()))
 )
-
 
 # what sympy raises where it has no answer, Unreadable among them
 NO_VERDICT = (
@@ -83,7 +82,7 @@ class Unreadable(ValueError):
 def same_value(answer: str, truth: str) -> bool:
     """Whether two formulas have one value; False if either is `Unreadable`."""
     try:
-        return is_identity(read(answer), read(truth))
+        return is_identity(read_formula(answer), read_formula(truth))
     except NO_VERDICT:
         return False
 
@@ -91,27 +90,34 @@ def same_value(answer: str, truth: str) -> bool:
 def same_relation(answer: tuple[str, str], truth: tuple[str, str], direction: int) -> bool:
     """Whether left - right of two equations or inequalities agree up to a constant factor.
 
-    direction: 0 for equations, with any factor; 1 for inequalities that point the same way, whose
-    factor is positive;
-    -1 for those that point in opposite ways.
+    direction: 0 for equations, with any factor; 1 for inequalities that point the same way, with a
+    positive factor; -1 for inequalities that point in opposite ways, with a negative one.
     """
-    from sympy import together
-
+    is_equation = direction == 0
     try:
-        differences = [read(left) - read(right) for left, right in (answer, truth)]
-        if direction == 0:  # y = 2/x is xy = 2
-            differences = [together(difference).as_numer_denom()[0] for difference in differences]
-        for difference in differences:
-            check_size(difference)
-        return is_multiple(*differences, direction)
+        difference = difference_of(answer, is_equation)
+        true_difference = difference_of(truth, is_equation)
+        return is_multiple(difference, true_difference, direction)
     except NO_VERDICT:
         return False
 
 
+def difference_of(sides: tuple[str, str], is_equation: bool) -> "sympy.Expr":
+    """left - right; of an equation without its denominator: y = 2/x is xy = 2."""
+    from sympy import together
+
+    left, right = sides
+    difference = read_formula(left) - read_formula(right)
+    if is_equation:
+        difference, _ = together(difference).as_numer_denom()
+    check_size(difference)
+    return difference
+
+
 def real_value(text: str) -> Fraction | None:
-    """The real number that a formula without symbols is, to 600 digits; None of all else."""
+    """The real number that a formula without symbols is, to 600 digits; None for any other text."""
     try:
-        return exact(value_of(read(text)))
+        return exact(value_of(read_formula(text)))
     except NO_VERDICT:
         return None
 
@@ -120,17 +126,20 @@ def real_value(text: str) -> Fraction | None:
 
 
 def is_identity(a: "sympy.Expr", b: "sympy.Expr") -> bool:
+    """Whether two expressions agree at each point where both have a value; two such points are the
+    least."""
     if a == b:
         return True
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     if not symbols:
-        return agree(a, b, {}) is True
+        return bool(agree(a, b, {}))
     agreements = 0
     for point in points_for(symbols, a, b):
         verdict = agree(a, b, point)
         if verdict is False:
             return False
-        agreements += verdict is True  # it may be undefined at a point
+        if verdict:  # None where a formula is undefined
+            agreements += 1
     return agreements >= 2
 
 
@@ -149,39 +158,43 @@ def is_multiple(a: "sympy.Expr", b: "sympy.Expr", direction: int) -> bool:
 
 
 def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> list[Point]:
-    """Integers for n! and n choose k, also large numbers for what is rounded."""
+    """Points for comparing: integers where n! or n choose k occurs, also large numbers where
+    something is rounded."""
     from sympy import binomial, ceiling, factorial, floor
 
     if any(expression.has(binomial, factorial) for expression in expressions):
         return integer_points(symbols)
     if any(expression.has(floor, ceiling) for expression in expressions):
-        return points(symbols) + points(symbols, scale=101)
-    return points(symbols)
+        return fraction_points(symbols) + fraction_points(symbols, scale=101)
+    return fraction_points(symbols)
 
 
-def points(symbols: list["sympy.Symbol"], scale: int = 1) -> list[Point]:
-    """Four points, all positive, all negative, and mixed; no two symbols are equal at one."""
-    chosen: list[Point] = []
+def fraction_points(symbols: list["sympy.Symbol"], scale: int = 1) -> list[Point]:
+    """Four points, all positive, all negative, and mixed; at no point are two symbols equal."""
+    points: list[Point] = []
     for signs in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
         point = {}
         for i, symbol in enumerate(symbols):
-            magnitude = scale * Fraction(7 + 4 * i + len(chosen), 5 + 2 * len(chosen))
+            # all different, and no simple values, at which unequal formulas may agree
+            magnitude = scale * Fraction(7 + 4 * i + len(points), 5 + 2 * len(points))
             point[symbol] = signs[i % 2] * magnitude
-        chosen.append(point)
-    return chosen
+        points.append(point)
+    return points
 
 
 def integer_points(symbols: list["sympy.Symbol"]) -> list[Point]:
-    """Four points, in two the symbols grow from the first to the last, in two they fall."""
-    chosen: list[Point] = []
+    """Four points. The symbols grow from first to last in two of them, and fall in the other
+    two."""
+    points: list[Point] = []
     for order in (symbols, symbols[::-1]):
         for first in (3, 6):
-            chosen.append({symbol: Fraction(first + 2 * i) for i, symbol in enumerate(order)})
-    return chosen
+            points.append({symbol: Fraction(first + 2 * i) for i, symbol in enumerate(order)})
+    return points
 
 
 def check_real(expression: "sympy.Expr") -> None:
-    r"""Of what stands in a function and comes out of it; \arcsin 2 is complex."""
+    r"""Unreadable if a number is complex: functions take and give real numbers here; \arcsin 2 is
+    complex."""
     if expression.free_symbols:
         return
     try:
@@ -200,25 +213,26 @@ def bits_of(expression: "sympy.Expr") -> int:
     if expression.is_Rational:
         return int(expression.p).bit_length() + int(expression.q).bit_length()
     if expression.is_Symbol:
-        return 20
-    if not expression.args:  # pi, e, i
-        return 16
-    total = sum(bits_of(argument) for argument in expression.args)
+        return 20  # numerator and denominator of a coordinate in `fraction_points`
+    if not expression.args:
+        return 16  # pi, e, i: as much as a short number
     if expression.is_Pow and expression.exp.is_Integer:
-        total = bits_of(expression.base) * abs(int(expression.exp))
-    return min(total, 10 * MAX_BITS)
+        bits = bits_of(expression.base) * abs(int(expression.exp))
+    else:
+        bits = sum(bits_of(argument) for argument in expression.args)
+    return min(bits, 10 * MAX_BITS)  # above every limit; powers of powers stay a small int
 
 
 # --- reading ---
 
 
 @lru_cache(maxsize=256)
-def read(text: str) -> "sympy.Expr":
+def read_formula(text: str) -> "sympy.Expr":
     """The expression of a formula. Raises Unreadable."""
     if len(text) > MAX_CHARACTERS:
         raise Unreadable(f"more than {MAX_CHARACTERS} characters")
     reader = Reader(text)
-    expression = reader.sum()
+    expression = reader.sum_of_products()
     if reader.kind:
         raise Unreadable(f"{reader.token!r} is left over")
     check_size(expression)
@@ -226,43 +240,43 @@ def read(text: str) -> "sympy.Expr":
 
 
 class Reader:
-    """Recursive descent, a method for each level of precedence. `kind`, `token`: of the next token,
-    "" at the end."""
+    """Recursive descent, a method for each level of precedence. `kind` and `token` are those of the
+    next token, and "" at the end."""
 
     def __init__(self, text: str):
         self.tokens: list[tuple[str, str]] = []
         end = 0
         for match in TOKEN.finditer(text):
             if text[end : match.start()].strip():
-                break
+                break  # not a token: reported below
             kind = match.lastgroup
             self.tokens.append(("symbol" if kind == "accent" else kind, match[0]))
             end = match.end()
         if text[end:].strip() or not self.tokens:
             raise Unreadable(f"not a formula: {text[end:]!r:.40}")
-        self.place = 0
+        self.position = 0
         self.functions = 0
         self.brackets = 0
         self.bars = 0  # absolute values that are open
 
     @property
     def kind(self) -> str:
-        return self.tokens[self.place][0] if self.place < len(self.tokens) else ""
+        return self.tokens[self.position][0] if self.position < len(self.tokens) else ""
 
     @property
     def token(self) -> str:
-        return self.tokens[self.place][1] if self.place < len(self.tokens) else ""
+        return self.tokens[self.position][1] if self.position < len(self.tokens) else ""
 
     def take(self) -> str:
         token = self.token
-        self.place += 1
+        self.position += 1
         return token
 
     def expect(self, token: str) -> None:
         if self.take() != token:
             raise Unreadable(f"expected {token}")
 
-    def sum(self) -> "sympy.Expr":
+    def sum_of_products(self) -> "sympy.Expr":
         total = self.signed_product()
         while self.token in ("+", "-"):
             total = total + self.signed_product()
@@ -287,21 +301,28 @@ class Reader:
             value = divided(value, factor) if divides else value * factor
         return value
 
-    def factors(self) -> "sympy.Expr":
-        """Factors side by side; in a/bc they are the denominator."""
-        was_number = self.kind == "number"
-        is_whole = was_number and self.token.isdecimal()
+    def factors(self, of_function: bool = False) -> "sympy.Expr":
+        r"""Factors side by side; in a/bc they are the denominator. 2\frac{1}{2} is 2.5.
+
+        of_function: whether they are the argument of a function, which ends before another one.
+        """
+        start = self.position
+        begins_with_number = self.kind == "number"
         value = self.power()
-        while self.starts_factor():
-            follows_operator = self.tokens[self.place - 1][0] == "operator"
-            if self.kind == "number" and (was_number or not follows_operator):
+        is_lone_number = begins_with_number and self.position == start + 1  # no power, no factorial
+        may_be_mixed = is_lone_number and self.tokens[start][1].isdecimal()
+        while self.starts_factor() and not (of_function and self.starts_function()):
+            follows_operator = self.tokens[self.position - 1][0] == "operator"
+            if self.kind == "number" and (begins_with_number or not follows_operator):
                 raise Unreadable("a number behind a number or a letter")
-            was_number = self.kind == "number"
+            begins_with_number = self.kind == "number"
             is_fraction = self.token == "\\frac"
             factor = self.power()
-            is_mixed = is_whole and is_fraction and factor.is_Rational and 0 < factor < 1
-            value = value + factor if is_mixed else value * factor
-            is_whole = False
+            if may_be_mixed and is_fraction and factor.is_Rational and 0 < factor < 1:
+                value = value + factor
+            else:
+                value = value * factor
+            may_be_mixed = False
         return value
 
     def starts_factor(self) -> bool:
@@ -309,7 +330,11 @@ class Reader:
             return True
         if self.kind == "command":
             return self.token not in ("\\cdot", "\\times", "\\div", "\\rfloor", "\\rceil")
+        # inside of |...| a bar closes
         return self.token in ("(", "{") or (self.token == "|" and not self.bars)
+
+    def starts_function(self) -> bool:
+        return self.token.removeprefix("\\") in (*FUNCTIONS, *LOGARITHMS)
 
     def power(self) -> "sympy.Expr":
         import sympy
@@ -330,31 +355,31 @@ class Reader:
         return value
 
     def argument(self) -> "sympy.Expr":
-        """What a command or ^ applies to: a group in braces, a digit, a symbol or a command."""
+        """What a command or ^ applies to: a group in braces, a number, a symbol, or one of four
+        commands; also -3 and (n+1), as typed without LaTeX."""
         if self.token == "{":
             return self.group("{", "}")
-        if self.token == "-" or self.token == "(":  # 10^-3, x^(n+1), as typed without LaTeX
-            if self.token == "(":
-                return self.group("(", ")")
+        if self.token == "(":  # x^(n+1)
+            return self.group("(", ")")
+        if self.token == "-":  # 10^-3
             self.take()
             return -self.argument()
-        if self.kind in ("number", "symbol") or self.token in (
-            "\\pi",
-            "\\frac",
-            "\\sqrt",
-            "\\infty",
-        ):
+        is_command = self.token in ("\\pi", "\\frac", "\\sqrt", "\\infty")
+        if self.kind in ("number", "symbol") or is_command:
             return self.atom()
         raise Unreadable(f"no argument: {self.token!r}")
 
     def group(self, start: str, end: str) -> "sympy.Expr":
         self.expect(start)
+        return self.rest_of_group(end)
+
+    def rest_of_group(self, end: str) -> "sympy.Expr":
         self.brackets += 1
         if self.brackets > MAX_BRACKETS:
             raise Unreadable("too many brackets")
         bars = self.bars
         self.bars = 0
-        value = self.sum()
+        value = self.sum_of_products()
         self.expect(end)
         self.bars = bars
         self.brackets -= 1
@@ -378,7 +403,7 @@ class Reader:
         if token == "|":
             self.take()
             self.bars += 1
-            value = self.sum()
+            value = self.sum_of_products()
             self.expect("|")
             self.bars -= 1
             return sympy.Abs(value)
@@ -393,9 +418,10 @@ class Reader:
         if token == "i":
             return sympy.I
         name = re.sub(r"[\s{}]", "", token)
-        follows = [following for _, following in self.tokens[self.place : self.place + 3]]
-        # y(0), u(t)
-        if follows[:1] == ["("] and (name[0] in NAMES_OF_FUNCTIONS or follows[2:] == [")"]):
+        next_tokens = [text for _, text in self.tokens[self.position : self.position + 3]]
+        has_bracket = next_tokens[:1] == ["("]
+        has_lone_argument = next_tokens[2:] == [")"]  # y(0), u(t)
+        if has_bracket and (name[0] in FUNCTION_LETTERS or has_lone_argument):
             raise Unreadable("the value of a function")
         return sympy.Symbol(name)
 
@@ -418,59 +444,65 @@ class Reader:
             if self.token == "[":
                 degree = self.group("[", "]")
             return raised(self.argument(), divided(sympy.Integer(1), degree))
-        if name in ("lfloor", "lceil"):
-            self.brackets += 1
-            value = self.sum()
-            self.expect(f"\\r{name[1:]}")
-            self.brackets -= 1
-            return rounded(value, "floor" if name == "lfloor" else "ceiling")
+        if name == "lfloor":
+            return rounded(self.rest_of_group("\\rfloor"), "floor")
+        if name == "lceil":
+            return rounded(self.rest_of_group("\\rceil"), "ceiling")
         if name in FUNCTIONS or name in LOGARITHMS:
             return self.function(name)
         raise Unreadable(f"\\{name} is not known")
 
     def function(self, name: str) -> "sympy.Expr":
-        r"""\sin(x), \sin 2x, \sin^2 x, \log_2 8: of a bracket, or of the factors up to another
-        function."""
-        import sympy
-
+        r"""A function of a bracket, or of the factors up to the next function: \sin(x), \sin 2x,
+        \sin^2 x, \log_2 8."""
         self.functions += 1
         if self.functions > MAX_FUNCTIONS:
             raise Unreadable("too many functions inside each other")
-        base = {"ln": sympy.E, "log": sympy.Integer(10), "lg": sympy.Integer(10)}.get(name)
-        exponent = None
+        scripts: dict[str, sympy.Expr] = {}  # "_" and "^" -> what stands there
         while self.token in ("_", "^"):
-            if self.take() == "_" and name == "log":
-                base = self.argument()
-            else:
-                exponent = self.argument()
+            mark = self.take()
+            if mark in scripts or (mark == "_" and name != "log"):
+                raise Unreadable(f"{mark} behind {name}")
+            scripts[mark] = self.argument()
         if self.token == "(":
-            value = self.group("(", ")")
+            argument = self.group("(", ")")
         else:
-            value = self.power()
-            while self.starts_factor() and self.token.removeprefix("\\") not in (
-                *FUNCTIONS,
-                *LOGARITHMS,
-            ):
-                value = value * self.power()
+            argument = self.factors(of_function=True)
         self.functions -= 1
-        function = FUNCTIONS.get(name)
-        if exponent == -1 and function and f"arc{name}" in FUNCTIONS:
-            function = FUNCTIONS[f"arc{name}"]
-            exponent = None
-        check_real(value)
-        if name in GROWING_FUNCTIONS:
-            check_growing(value)
-        elif bits_of(value) > MAX_ANGLE_BITS:
-            raise Unreadable("the argument is too large")
-        if base is not None:
-            result = divided(sympy.log(value), sympy.log(base))
-        else:
-            result = getattr(sympy, function)(value)
-        check_real(result)
-        return result if exponent is None else raised(result, exponent)
+        return function_value(name, argument, scripts.get("_"), scripts.get("^"))
 
 
 # --- arithmetic within bounds ---
+
+
+def function_value(
+    name: str,
+    argument: "sympy.Expr",
+    base: "sympy.Expr | None",
+    exponent: "sympy.Expr | None",
+) -> "sympy.Expr":
+    r"""A function by its name in LaTeX. base: of \log; 10 if None. exponent: that of \sin^2 x."""
+    import sympy
+
+    if name in TRIGONOMETRIC and exponent == -1:  # \sin^{-1} x is \arcsin x
+        name = f"arc{name}"
+        exponent = None
+    check_real(argument)
+    if name in EXPONENTIAL:
+        check_growing(argument)
+    elif bits_of(argument) > MAX_ANGLE_BITS:
+        raise Unreadable("the argument is too large")
+    if name == "ln":
+        value = sympy.log(argument)
+    elif name in LOGARITHMS:
+        base = sympy.Integer(10) if base is None else base
+        value = divided(sympy.log(argument), sympy.log(base))
+    else:
+        value = getattr(sympy, FUNCTIONS[name])(argument)
+    check_real(value)
+    if exponent is None:
+        return value
+    return raised(value, exponent)
 
 
 def divided(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
@@ -482,31 +514,36 @@ def divided(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
 def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
     from sympy import E
 
-    if base == E or not exponent.is_Integer:
-        check_growing(exponent)
-    elif bits_of(base) * abs(int(exponent)) > MAX_BITS:
-        raise Unreadable("the power is too large")
-    elif base == 0 and exponent < 0:
-        raise Unreadable("a division by zero")
-    if not exponent.is_Integer and not base.free_symbols and bits_of(base) > MAX_ROOT_BITS:
+    if exponent.is_Integer and base != E:
+        if base == 0 and exponent < 0:
+            raise Unreadable("a division by zero")
+        if bits_of(base) * abs(int(exponent)) > MAX_BITS:
+            raise Unreadable("the power is too large")
+        return base**exponent
+    check_growing(exponent)
+    is_root = not exponent.is_Integer and not base.free_symbols
+    if is_root and bits_of(base) > MAX_ROOT_BITS:
         raise Unreadable("the root of too large a number")
     return base**exponent
 
 
 def rounded(value: "sympy.Expr", name: str) -> "sympy.Expr":
-    """The floor or ceiling; of a number at once, which sympy would compute to its last digit."""
+    """The floor or ceiling. That of a number is computed here: sympy would compute the number to
+    its last digit."""
     import sympy
 
+    function = getattr(sympy, name)
     if value.free_symbols:
-        return getattr(sympy, name)(value)
-    if not is_below(MAX_ROUNDED, value):
+        return function(value)
+    if not is_below(value, MAX_ROUNDED):
         raise Unreadable("too large a number to round")
-    return sympy.Integer(int(exact(value_of(getattr(sympy, name)(value, evaluate=False)))))
+    integer = exact(value_of(function(value, evaluate=False)))
+    return sympy.Integer(int(integer))
 
 
 def check_growing(exponent: "sympy.Expr") -> None:
-    """Of e or of a number: no towers, such as e^{e^{e^x}} and x^{n!}, and no numbers beyond all
-    bounds."""
+    """The exponent of e or of a number: no towers such as e^{e^x} and x^{n!}, and no numbers above
+    the bounds."""
     from sympy import preorder_traversal
 
     if not exponent.is_rational_function() and grows(exponent):
@@ -514,11 +551,12 @@ def check_growing(exponent: "sympy.Expr") -> None:
     if bits_of(exponent) > MAX_EXPONENT_BITS:
         raise Unreadable("the exponent is too large")
     for part in preorder_traversal(exponent):
-        if part.is_number and not is_below(MAX_EXPONENT, part):
+        if part.is_number and not is_below(part, MAX_EXPONENT):
             raise Unreadable("the exponent is too large")
 
 
-def is_below(limit: int, number: "sympy.Expr") -> bool:
+def is_below(number: "sympy.Expr", limit: int) -> bool:
+    """Whether |number| < limit; False without a value."""
     try:
         return bool(abs(value_of(number)) < limit)
     except NO_VALUE:
@@ -545,8 +583,8 @@ def binomial(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
 
 
 def bounded(name: str, largest: int, *arguments: "sympy.Expr") -> "sympy.Expr":
-    """A factorial or binomial of small numbers, or of symbols with + - * alone, as n!, (2n+1)! and
-    n choose k."""
+    """A factorial or binomial of numbers up to `largest`, or of polynomials in symbols, such as n!,
+    (2n+1)! and n choose k."""
     import sympy
 
     for argument in arguments:

@@ -26,6 +26,7 @@ def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
     score, correct, truth and rewards are None if the row has no truth.
     """
     has_truth = row.ground_truth is not None
+    # without a truth a verdict's columns are there, and emptied below
     rewards = episode.rewards if has_truth else {"score": 0.0}
     sample = {
         "group": episode.prompt_index,
@@ -252,8 +253,8 @@ def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
 
 
 def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None = None) -> str:
-    """Write all samples, with the columns of `record(row)` if it is given; return the table by data
-    source."""
+    """Write all samples; returns the table by data source. record: the columns of a row's file, by
+    `Row.index`, to be written with the samples."""
     rows = samples
     if record:
         rows = [columns_of_record(record(sample["row"])) | sample for sample in samples]
@@ -261,15 +262,15 @@ def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda temporary: write_samples(rows, temporary, path.suffix))
     num_unscored = 0
-    scored = {}
-    for source, part in sorted(group_by(samples, "data_source").items()):
-        metrics = summarize(part)
+    metrics_by_source = {}
+    for source, samples_of_source in sorted(group_by(samples, "data_source").items()):
+        metrics = summarize(samples_of_source)
         num_unscored += metrics.pop("eval/unscored", 0)
         if "eval/accuracy" in metrics:
-            scored[source] = metrics
+            metrics_by_source[source] = metrics
     lines = []
-    if scored:
-        lines.append(format_table(scored))
+    if metrics_by_source:
+        lines.append(format_table(metrics_by_source))
     if num_unscored:
         num_rows = len({sample["group"] for sample in samples})
         lines.append(f"{num_unscored} of {num_rows} rows have no truth: not scored")

@@ -293,10 +293,11 @@ def print_plan(
 ) -> None:
     """Print how many prompts, samples and updates the run will have. prompts_per_step: with those
     that --oversample adds. updates: optimizer steps after each rollout."""
-    passes = total_steps * prompts_per_step / num_rows
+    epochs = total_steps * prompts_per_step / num_rows
     say(
-        f"{num_rows} prompts; a step: {prompts_per_step} x {rollout.samples_per_prompt} samples, "
-        f"{updates} updates; {total_steps} steps pass over the data {passes:.2f} times"
+        f"{num_rows} prompts; {prompts_per_step} x {rollout.samples_per_prompt} samples and "
+        f"{updates} {'update' if updates == 1 else 'updates'} a step; "
+        f"{total_steps} steps = {epochs:.2f} epochs"
     )
     if prompts_per_step > num_rows:
         say(

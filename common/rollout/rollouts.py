@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 # samples of an evaluation that a rank has under way: as many as vLLM samples together
 MAX_SAMPLES = 256
-MAX_SAMPLES_ON_GPU = 1024  # without tools, which run in processes
+MAX_SAMPLES_ON_GPU = 1024  # the same on a GPU; not with tools, whose processes are on the CPU
 MAX_ROWS_WITH_PICTURES = 64  # rows in memory, if they have pictures: a megapixel takes 8 MB
-ROWS_AHEAD = 8  # of them, those that are opened before they are sampled
+ROWS_AHEAD = 8  # of these rows, those that are opened while earlier ones are sampled
 
 
 @dataclass
@@ -78,9 +78,9 @@ class Rollouts:
             max_tokens=self.flags.max_response_tokens,
             temperature=self.flags.temperature,
         )
-        prompts_of_ranks = (
-            gather_objects(prompts, self.engine_group) if self.engine_group else [prompts]
-        )
+        prompts_of_ranks = [prompts]
+        if self.engine_group:
+            prompts_of_ranks = gather_objects(prompts, self.engine_group)
         all_prompts: dict[int, Row] = {}
         for prompts_of_rank in prompts_of_ranks:
             all_prompts |= prompts_of_rank
@@ -142,7 +142,7 @@ class Rollouts:
         if samples_file is None:
             report(samples, self.output_dir / "eval" / f"step_{step:06d}.parquet")
             return
-        table = report(samples, samples_file, self.eval_data.record)
+        table = report(samples, samples_file, self.eval_data.file_row)
         say(
             f"{table}\nsamples: {samples_file}, of the first {num_rows} of "
             f"{len(self.eval_data)} rows (--eval-rows)"
@@ -164,8 +164,8 @@ class Rollouts:
         truth.
 
         A row is opened when another one has all its samples, so none waits for the longest of the
-        others. Rows are scored, and dropped, as many at a time as are under way. Ranks that share
-        an engine sample the rows of all of them.
+        others. When as many rows have ended as are under way together, they are scored and dropped.
+        Ranks that share an engine sample the rows of all of them.
         """
         sampling = Sampling(
             n=self.flags.eval_samples,
@@ -173,24 +173,25 @@ class Rollouts:
             temperature=self.flags.eval_temperature,
             top_p=self.flags.eval_top_p,
         )
-        ranks = self.flags.engine_parallel
-        first_rank = self.world.rank // ranks * ranks
-        ranks_of_engine = range(first_rank, first_rank + ranks)
+        num_ranks = self.flags.engine_parallel
+        first_rank = self.world.rank // num_ranks * num_ranks
+        ranks_of_engine = range(first_rank, first_rank + num_ranks)
+        # row n is of rank n % world.size
         numbers = [n for n in range(num_rows) if n % self.world.size in ranks_of_engine]
-        own_rows: set[int] = set()
+        own_indices: set[int] = set()  # `Row.index` of this rank's rows
 
         def open_rows() -> Iterator[tuple[int, Row]]:
             opened = ahead_in_threads(self.eval_data.__getitem__, numbers, ROWS_AHEAD)
             for number, row in zip(numbers, opened):
                 if number % self.world.size == self.world.rank:
-                    own_rows.add(row.index)
+                    own_indices.add(row.index)
                 yield row.index, row
 
-        rows_at_once = ranks * self._rows_at_once
+        rows_at_once = num_ranks * self._rows_at_once
         samples: list[dict] = []
-        rows: dict[int, Row] = {}  # sampled, and not scored so far
-        episodes: list[Episode] = []  # theirs
-        sampled = sample_prompts(
+        rows: dict[int, Row] = {}  # those that have ended and wait to be scored
+        episodes: list[Episode] = []  # of these rows
+        ended_rows = sample_prompts(
             self.engine,
             open_rows(),
             len(numbers),
@@ -202,15 +203,15 @@ class Rollouts:
             at_once=rows_at_once,
             label="evaluation, responses",
         )
-        for num_sampled, (row, episodes_of_row) in enumerate(sampled, start=1):
+        for num_ended, (row, episodes_of_row) in enumerate(ended_rows, start=1):
             rows[row.index] = row
             row.media = []  # the engine alone needs pictures
             for episode in episodes_of_row:
                 episode.media = []
                 episodes.append(episode)
-            if len(rows) == rows_at_once or num_sampled == len(numbers):
+            if len(rows) == rows_at_once or num_ended == len(numbers):
                 self._check_same_tokens(episodes)
-                own_episodes = [e for e in episodes if e.prompt_index in own_rows]
+                own_episodes = [e for e in episodes if e.prompt_index in own_indices]
                 samples += self._score_samples(own_episodes, rows)
                 rows = {}
                 episodes = []

@@ -28,26 +28,26 @@ from common.torch_repair import transformers
 from common.types import Completion, Episode, Row, Tool, ToolReply, Watch, with_replies
 from common.vision import Vision
 
-# Calls that no policy makes. They are told apart by identity: a policy may write a call with such
-# a name.
-OPENING = Call(RESET)
-CLOSING = Call(CLOSE)
-ANSWERING = Call("answer()")
-MAX_TRIED_ROWS = 100  # to find one that the function of --environment can be tried with
+# Calls that no policy makes. They are compared by identity: a policy may write a call of such a
+# name.
+OPENING = Call(RESET)  # the environment's `reset`
+CLOSING = Call(CLOSE)  # the end of the environment, with its reward
+FUNCTION_REPLY = Call("answer()")  # the function of --environment replies as a user does
+MAX_TRIED_ROWS = 100  # rows searched for one to which the function of --environment replies
 TRIAL = -1  # key of a trial before the first step: no trajectory has it
 
 
 @dataclass
 class Trajectory:
-    """A trajectory under way. It waits for the reply to `call`, or, without one, for a turn of the
-    policy."""
+    """A trajectory under way. `take_turn` and `take_reply` set what comes next: the reply to
+    `call`, or the end; with neither, the policy takes another turn."""
 
-    key: int  # its place in the list of episodes
+    key: int  # of its episode in the queue
     episode: Episode
     row: Row
     protocol: Protocol
     max_tokens: int  # of all that follows the prompt
-    seed: str  # of the step
+    seed: str  # of the step: the first part of every seed
     call: Call | None = None
     ended: bool = False
 
@@ -55,8 +55,8 @@ class Trajectory:
 class Turns:
     """Samples trajectories of several turns.
 
-    protocol: how the policy writes calls and reads replies; None: the protocol of the workers.
-    ValueError if the chat template cannot render the reply of a tool.
+    protocol: how the policy writes calls and reads replies; None: an instance of
+    `workers.protocol`. ValueError if the chat template cannot render the reply of a tool.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Turns:
         self.workers = workers
         self.vision = vision
         self.flags = flags or Rollout()
-        # Programs between tags, for rows whose prompt teaches them although the model has a
-        # protocol of its own. None if there is no such choice.
+        # The prompts of the python tool may teach programs between tags, although the model has a
+        # protocol of its own. Then each row's prompt decides. None: one protocol for all rows.
         self.taught_protocol: Code | None = None
         if protocol and workers.protocol is Code:
             self.taught_protocol = Code(tokenizer)
@@ -81,10 +81,10 @@ class Turns:
         # bits of its log-probs, are then repeatable, and ranks that share an engine submit alike.
         self.lockstep = self.flags.deterministic or self.flags.engine_parallel > 1
         # pictures are decoded while the engine samples
-        self.threads = ThreadPoolExecutor(cpus_of_rank())
+        self.decoders = ThreadPoolExecutor(cpus_of_rank())
         tools = workers.tools.values()
-        self.stateful = {tool.name for tool in tools if tool.stateful}
-        # --environment names a function, which answers as a user does
+        self.stateful_names = {tool.name for tool in tools if tool.stateful}
+        # --environment names a function, which replies as a user does
         environment = self.flags.environment
         self.has_function = bool(environment) and not is_class(environment)
         self.observations = Observations(tokenizer, self.protocol, vision)
@@ -93,6 +93,7 @@ class Turns:
             roles.add("user")
         for role in roles:
             self.observations.check_role(role)
+        # of the reply to a program that was written in the model's own protocol
         self.code_reply_role = "user"
         if self.taught_protocol and self.observations.can_show("tool"):
             self.code_reply_role = "tool"
@@ -115,41 +116,46 @@ class Turns:
         """Try the function or the environment of --environment on a row. Returns whether the
         environment gives a reward. ValueError if the trial fails."""
         if self.has_function:
-            for row in islice(rows, MAX_TRIED_ROWS):
-                if row.answer_kwargs is not None:
-                    self._try_function(row)
-                    break
-        if not self.stateful:
+            self._try_function(rows)
             return False
+        if self.stateful_names:
+            return self._try_environment(rows)
+        return False
+
+    def _try_function(self, rows: Iterable[Row]) -> None:
+        """Let the function reply to the truth of a row, as if the policy had written that."""
+        for row in islice(rows, MAX_TRIED_ROWS):
+            if row.answer_kwargs is None:
+                continue
+            self._ask_function(TRIAL, row, [{"role": "assistant", "content": row.truth}])
+            ((_, reply),) = self.workers.poll(inf)
+            if reply.failed:
+                raise ValueError(
+                    f"--environment cannot answer the truth of a row: {reply.text}; it is called "
+                    "as NAME(messages, ground_truth, **interaction_kwargs of the row)"
+                )
+            return
+
+    def _try_environment(self, rows: Iterable[Row]) -> bool:
+        """Open and close the environment of a row. Returns whether it gives a reward."""
         columns = {}
         for row in rows:
             if row.environment is not None:
                 columns = row.environment
                 break
         transcript = Transcript(TRIAL, seed="", columns=columns)
-        opening = self._try_environment(OPENING, transcript, RESET)
+        opening = self._try_call(OPENING, transcript, RESET)
         transcript = replace(transcript, opening=opening.text)
-        closing = self._try_environment(CLOSING, transcript, "its reward")
+        closing = self._try_call(CLOSING, transcript, "its reward")
         return closing.info["reward"] is not None
 
-    def _try_environment(self, call: Call, transcript: Transcript, label: str) -> ToolReply:
+    def _try_call(self, call: Call, transcript: Transcript, label: str) -> ToolReply:
         job = EnvironmentJob(call.name, {}, transcript)
         self.workers.submit_job(TRIAL, call.name, job, home=TRIAL)
         ((_, reply),) = self.workers.poll(inf)
         if reply.failed:
             raise ValueError(f"--environment: {label} fails on the first row: {reply.text}")
         return reply
-
-    def _try_function(self, row: Row) -> None:
-        """Let the function answer the row's ground truth, as if the policy had written that.
-        ValueError if it fails."""
-        self._ask_function(TRIAL, row, [{"role": "assistant", "content": row.truth}])
-        ((_, reply),) = self.workers.poll(inf)
-        if reply.failed:
-            usage = "it is called as NAME(messages, ground_truth, **interaction_kwargs of the row)"
-            raise ValueError(
-                f"--environment cannot answer the truth of a row: {reply.text}; {usage}"
-            )
 
     # --- the loop ---
 
@@ -163,15 +169,28 @@ class Turns:
         seed: str,
     ) -> Iterator[int]:
         """Take prompts from the queue, and fill their episodes turn after turn. Yields the keys of
-        those that have ended.
+        those that have ended. The caller must call `queue.end(key)` for each before it asks for the
+        next one: that makes room in the queue.
 
-        submit: requests the next turn of queue.episodes[key] from the engine. seed: of the step;
-        environments get it with the number of the prompt, tools with that of the sample, too.
+        submit: requests the next turn of queue.episodes[key] from the engine. seed: the step's; an
+        environment's adds the number of the prompt, a tool's also that of the sample.
         """
         trajectories: dict[int, Trajectory] = {}
         ended_keys: list[int] = []
 
-        def go_on(trajectory: Trajectory) -> None:
+        def begin(key: int) -> None:
+            episode = queue.episodes[key]
+            if episode.finish_reason:  # a picture of the prompt could not be read
+                ended_keys.append(key)
+                return
+            row = queue.row_of(key)
+            trajectory = Trajectory(key, episode, row, self.protocol_of(row), max_tokens, seed)
+            if row.environment is not None:
+                trajectory.call = OPENING
+            trajectories[key] = trajectory
+            proceed(trajectory)
+
+        def proceed(trajectory: Trajectory) -> None:
             if trajectory.ended:
                 del trajectories[trajectory.key]
                 ended_keys.append(trajectory.key)
@@ -184,78 +203,72 @@ class Turns:
         replies: dict[int, ToolReply] = {}  # their pictures are being decoded
         while queue.can_take or trajectories:
             for key in queue.take():
-                episode = queue.episodes[key]
-                if episode.finish_reason:
-                    ended_keys.append(key)
-                    continue
-                row = queue.row_of(key)
-                protocol = self.protocol_of(row)
-                trajectory = Trajectory(key, episode, row, protocol, max_tokens, seed)
-                trajectories[key] = trajectory
-                if row.environment is not None:
-                    trajectory.call = OPENING
-                go_on(trajectory)
+                begin(key)
             if engine.busy:
                 with watch("engine"):
                     for key, (completion,) in engine.step():
                         completions[key] = completion
-            turns_may_go_on = not (self.lockstep and engine.busy)
-            if turns_may_go_on:
+            # in lock-step turns are taken together, when the slowest is there
+            if not (self.lockstep and engine.busy):
                 for key in sorted(completions):
                     trajectory = trajectories[key]
                     self.take_turn(trajectory, completions.pop(key))
-                    go_on(trajectory)
-            yield from ended_keys
-            ended_keys.clear()
+                    proceed(trajectory)
+            while ended_keys:  # they make room in the queue, which is read next
+                yield ended_keys.pop(0)
+            engine_has_work = engine.busy or queue.can_take
             with watch("tools"):
-                engine_has_work = engine.busy or queue.can_take
                 self._poll_tools(engine_has_work, replies)
-            # In lock-step new prompts come first: a reply that is fast must not overtake them.
-            everything_is_idle = not engine_has_work and not self.workers.pending
-            replies_may_go_on = everything_is_idle or not self.lockstep
-            if replies_may_go_on:
+            # In lock-step replies are taken together, too, and new prompts come first: a fast reply
+            # must not overtake them.
+            is_idle = not engine_has_work and not self.workers.pending
+            if is_idle or not self.lockstep:
                 for key in sorted(replies):
-                    if self.lockstep or replies[key].opened.done():
+                    if self.lockstep or replies[key].pictures.done():
                         trajectory = trajectories[key]
                         self.take_reply(trajectory, replies.pop(key))
-                        go_on(trajectory)
-            yield from ended_keys
-            ended_keys.clear()
+                        proceed(trajectory)
+            while ended_keys:
+                yield ended_keys.pop(0)
 
     def _poll_tools(self, engine_has_work: bool, replies: dict[int, ToolReply]) -> None:
         """Add to `replies` those that have come, and begin to decode their pictures."""
-        # wait for a tool only if nothing else is left to do; in lock-step replies go on together
-        can_go_on = bool(replies) and not self.lockstep
-        timeout_s = 0.0 if engine_has_work or can_go_on else 1.0
+        # Wait for a tool only if there is nothing else to do. In lock-step the first replies are of
+        # no use yet.
+        has_usable_replies = bool(replies) and not self.lockstep
+        timeout_s = 0.0 if engine_has_work or has_usable_replies else 1.0
         for key, reply in self.workers.poll(timeout_s):
-            reply.opened = self.threads.submit(self.observations.open_pictures, reply)
+            reply.pictures = self.decoders.submit(self.observations.open_pictures, reply)
             replies[key] = reply
         if not engine_has_work:
             # not for long: the reply of another tool may come first
-            wait([reply.opened for reply in replies.values()], 0.01, FIRST_COMPLETED)
+            futures = [reply.pictures for reply in replies.values()]
+            wait(futures, timeout=0.01, return_when=FIRST_COMPLETED)
 
     def take_turn(self, trajectory: Trajectory, completion: Completion) -> None:
-        """Append a turn of the policy, and find the call in it."""
+        """Append a turn of the policy. Set the call in it, or end the trajectory."""
         trajectory.episode.add_turn(completion, trajectory.max_tokens)
         trajectory.call = self.read_turn(trajectory, completion.token_ids)
         if trajectory.call is None:
-            self.close_or_end(trajectory)
+            self.finish(trajectory)
 
     def take_reply(self, trajectory: Trajectory, reply: ToolReply) -> None:
         """Process the reply to the call that the trajectory waited for."""
         call = trajectory.call
         trajectory.call = None
         if call is CLOSING:
-            self.close_environment(trajectory.episode, reply)
+            self.take_environment_reward(trajectory.episode, reply)
             trajectory.ended = True
         elif call is OPENING:
-            self.open_environment(trajectory, reply)
+            self.take_opening(trajectory, reply)
             if trajectory.episode.finish_reason:
-                self.close_or_end(trajectory)
-        elif not self.append_reply(trajectory, call, reply):
-            self.close_or_end(trajectory)
+                self.finish(trajectory)
+        else:
+            goes_on = self.append_reply(trajectory, call, reply)
+            if not goes_on:
+                self.finish(trajectory)
 
-    def close_or_end(self, trajectory: Trajectory) -> None:
+    def finish(self, trajectory: Trajectory) -> None:
         """End the trajectory; if it has an environment, close that first, which yields its
         reward."""
         if trajectory.row.environment is not None:
@@ -266,12 +279,12 @@ class Turns:
     # --- calls ---
 
     def read_turn(self, trajectory: Trajectory, last_turn: list[int]) -> Call | None:
-        """Append the last turn to the messages; return the call that it ends in, or ANSWERING. None
-        if the trajectory ends here; `finish_reason` says why."""
+        """Append the last turn to the messages; return the call that it ends in, or FUNCTION_REPLY.
+        None if the trajectory ends here; `finish_reason` says why."""
         episode = trajectory.episode
         row = trajectory.row
-        is_answered = row.answer_kwargs is not None
-        if episode.finish_reason != "stop" or not (row.tools or is_answered):
+        has_function = row.answer_kwargs is not None
+        if episode.finish_reason != "stop" or not (row.tools or has_function):
             return None
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
@@ -280,7 +293,8 @@ class Turns:
             protocol = trajectory.protocol
             call = protocol.find_call(protocol.read(last_turn))
         if call is None:
-            return ANSWERING if is_answered else None
+            # even in the last turn: the function may have a reward for it
+            return FUNCTION_REPLY if has_function else None
         if episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
             return None
@@ -290,27 +304,29 @@ class Turns:
         """Submit the trajectory's call to the workers."""
         call = trajectory.call
         row = trajectory.row
-        if call is ANSWERING:
+        if call is FUNCTION_REPLY:
             self._ask_function(trajectory.key, row, trajectory.episode.messages)
             return
         if call is OPENING or call is CLOSING:
             self._ask_environment(trajectory)
             return
-        tool = find_tool({name: self.workers.tools[name] for name in row.tools}, call.name)
+        tools = {name: self.workers.tools[name] for name in row.tools}
+        tool = find_tool(tools, call.name)
         if tool and tool.stateful:
             self._ask_environment(trajectory)
         else:
             self._ask_tool(trajectory, tool)
 
     def _ask_function(self, key: int, row: Row, replies: list[dict]) -> None:
-        """Let the function answer the prompt and the `replies` to it."""
+        """Let the function reply to the prompt and the `replies` to it."""
         prompt = row.prompt
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         kwargs = dict(row.answer_kwargs)
         ground_truth = kwargs.pop("ground_truth", row.ground_truth)
         messages = with_replies(prompt, replies)
-        self.workers.submit_job(key, ANSWERING.name, FunctionJob(messages, ground_truth, kwargs))
+        job = FunctionJob(messages, ground_truth, kwargs)
+        self.workers.submit_job(key, FUNCTION_REPLY.name, job)
 
     def _ask_environment(self, trajectory: Trajectory) -> None:
         """Submit the call with the earlier ones: if the environment's process has died, they are
@@ -321,7 +337,7 @@ class Turns:
         past_calls = []
         for record in episode.calls:
             # a call that has not reached the environment has no step
-            if record["name"] in self.stateful and "step" in record["info"]:
+            if record["name"] in self.stateful_names and "step" in record["info"]:
                 past_calls.append(PastCall(record["name"], record["arguments"], record["text"]))
         transcript = Transcript(
             trajectory=key,
@@ -331,6 +347,7 @@ class Turns:
             calls=past_calls,
         )
         job = EnvironmentJob(call.name, call.arguments, transcript)
+        # home: always the process that holds this environment
         self.workers.submit_job(key, call.name, job, home=key)
 
     def _ask_tool(self, trajectory: Trajectory, tool: Tool | None) -> None:
@@ -339,6 +356,7 @@ class Turns:
         row = trajectory.row
         episode = trajectory.episode
         if tool is None and not call.error:
+            # here, since `submit` would name the tools of all rows
             call = Call(error=f"there is no tool {call.name!r:.100}, but {', '.join(row.tools)}")
         media = []
         for medium in episode.media:
@@ -346,14 +364,14 @@ class Turns:
             media.append({"kind": kind, "frames": medium.frames})
         context = {"media": media, "num_prompt_media": len(row.media), "calls": episode.calls}
         if self.vision:
-            context |= vars(self.vision.limits)
+            context |= vars(self.vision.limits)  # min_pixels, max_pixels, max_frame_pixels, cell
         context["seed"] = f"{trajectory.seed}/{episode.prompt_index}/{episode.sample_index}"
         kwargs = row.tools[tool.name] if tool else {}
         self.workers.submit(trajectory.key, call, context, kwargs)
 
     # --- replies ---
 
-    def open_environment(self, trajectory: Trajectory, reply: ToolReply) -> None:
+    def take_opening(self, trajectory: Trajectory, reply: ToolReply) -> None:
         """Append the environment's opening to the prompt's last message."""
         episode = trajectory.episode
         row = trajectory.row
@@ -368,7 +386,7 @@ class Turns:
             return
         episode.prompt_ids = ids
 
-    def close_environment(self, episode: Episode, reply: ToolReply) -> None:
+    def take_environment_reward(self, episode: Episode, reply: ToolReply) -> None:
         episode.environment_reward = reply.info.get("reward")
         # an earlier failure has been recorded with its own reason
         if reply.failed and episode.finish_reason != "tool_failed":
@@ -380,14 +398,15 @@ class Turns:
         episode.finish_reason = "tool_failed"
 
     def add_call(self, episode: Episode, call: Call, reply: ToolReply) -> None:
+        """Record a call and its reply in the episode."""
         record = {
-            "turn": episode.turns - 1,
+            "turn": episode.turns - 1,  # -1: before the first turn
             "name": call.name,
             "arguments": call.arguments,
             "text": reply.text,
             "error": reply.error or reply.failed,
             "info": reply.info,
-            "media": 0,  # pictures appended to the response; `append_reply` sets it when they are
+            "media": 0,  # pictures in the response; set when they are appended
         }
         episode.calls.append(record)
 
@@ -395,65 +414,79 @@ class Turns:
         """Append a tool's reply, or the function's, to the trajectory. Returns whether the
         trajectory goes on."""
         episode = trajectory.episode
-        is_program = self.taught_protocol is not None and call is not ANSWERING
-        # a program that came as a native call: answer in a role that the template shows
+        is_program = self.taught_protocol is not None and call is not FUNCTION_REPLY
         if is_program and trajectory.protocol is not self.taught_protocol:
+            # written in the model's own protocol, whose template must show the reply
             reply = replace(reply, role=self.code_reply_role)
-        reply, media = self._open_pictures(call, reply)
+        reply, pictures = self._decoded(call, reply)
         if reply.failed:
             self.fail(episode, call, reply.text)
             return False
-        if call is ANSWERING:
+        if call is FUNCTION_REPLY:
             reward = reply.info["reward"]
             if reward is not None:
-                episode.turn_rewards.append((sum(episode.loss_mask), reward))
+                num_sampled = sum(episode.loss_mask)
+                episode.turn_rewards.append((num_sampled, reward))
             if reply.info["ends"]:
                 return False
         else:
             self.add_call(episode, call, reply)
-        ids = self.observations.ids(
-            [reply.text, *media], reply.role, len(episode.media), trajectory.protocol
-        )
-        # the policy may have sampled another end token than the template's
-        if episode.response_ids[-1] != self.tokenizer.eos_token_id:
-            ids = [self.tokenizer.eos_token_id, *ids]
-        limit = self._limit_reached(trajectory, call, reply, len(media), len(ids))
-        if limit:
-            episode.finish_reason = limit
-            return False
-        episode.response_ids += ids
-        episode.loss_mask += [0] * len(ids)
-        episode.logprobs += [0.0] * len(ids)
-        episode.media += media
-        episode.messages.append({"role": reply.role, "content": reply.text})
-        if call is not ANSWERING:
-            episode.calls[-1]["media"] = len(media)
-        return True
+        return self._append_observation(trajectory, call, reply, pictures)
 
-    def _open_pictures(self, call: Call, reply: ToolReply) -> tuple[ToolReply, list[Media]]:
+    def _decoded(self, call: Call, reply: ToolReply) -> tuple[ToolReply, list[Media]]:
         """The reply and its pictures; an error without pictures if one cannot be read."""
         try:
-            if reply.opened:
-                return reply, reply.opened.result()
+            if reply.pictures:
+                return reply, reply.pictures.result()
             return reply, self.observations.open_pictures(reply)
         except ValueError as error:
             # `call_tool` sends no such picture, but a tool may itself write to the worker's socket
             text = error_text(f"{call.name}: {error}", reply.role)
             return ToolReply(text, error=True, info=reply.info, role=reply.role), []
 
+    def _append_observation(
+        self, trajectory: Trajectory, call: Call, reply: ToolReply, pictures: list[Media]
+    ) -> bool:
+        """Append what the policy reads of a reply, unless a limit is reached. Returns whether the
+        trajectory goes on."""
+        episode = trajectory.episode
+        ids = self.observations.ids(
+            [reply.text, *pictures], reply.role, len(episode.media), trajectory.protocol
+        )
+        # the policy may have sampled another end token than the template's
+        if episode.response_ids[-1] != self.tokenizer.eos_token_id:
+            ids = [self.tokenizer.eos_token_id, *ids]
+        limit = self._limit_reached(trajectory, call, reply, len(pictures), len(ids))
+        if limit:
+            episode.finish_reason = limit
+            return False
+        episode.response_ids += ids
+        episode.loss_mask += [0] * len(ids)
+        episode.logprobs += [0.0] * len(ids)
+        episode.media += pictures
+        episode.messages.append({"role": reply.role, "content": reply.text})
+        if call is not FUNCTION_REPLY:
+            episode.calls[-1]["media"] = len(pictures)
+        return True
+
     def _limit_reached(
-        self, trajectory: Trajectory, call: Call, reply: ToolReply, num_media: int, num_tokens: int
+        self,
+        trajectory: Trajectory,
+        call: Call,
+        reply: ToolReply,
+        num_pictures: int,
+        num_tokens: int,
     ) -> str:
         """The finish_reason if no turn may follow an observation of that size; "" if one may."""
         episode = trajectory.episode
-        if call is ANSWERING and episode.turns >= self.flags.max_turns:
+        if call is FUNCTION_REPLY and episode.turns >= self.flags.max_turns:
             return "unanswered"
         num_errors = sum(record["error"] for record in episode.calls)
         if num_errors > self.flags.max_tool_errors:
             return "max_tool_errors"
-        if len(episode.media) + num_media > self.flags.max_images:
+        if len(episode.media) + num_pictures > self.flags.max_images:
             return "max_images"
-        if call.name in self.stateful and reply.info.get("done"):
+        if call.name in self.stateful_names and reply.info.get("done"):
             return "done"
         # not one token would be left for the answer
         if len(episode.response_ids) + num_tokens >= trajectory.max_tokens:

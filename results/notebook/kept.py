@@ -54,7 +54,16 @@ def read_folder(path: Path) -> Kept | None:
     if (path / "config.json").is_file():
         config = json.loads((path / "config.json").read_text())
         kept.total_steps = config["args"]["total_steps"] if "args" in config else config["steps"]
+        add_samples(kept.metrics, config.get("args", {}))
     return kept
+
+
+def add_samples(metrics: list[dict], args: dict) -> None:
+    """Give each step its "samples": how many have been trained on until then. sft.py has none."""
+    if "samples_per_prompt" in args:
+        for record in metrics:
+            per_step = args["prompts_per_step"] * args["samples_per_prompt"]
+            record["samples"] = record["step"] * per_step
 
 
 def read_scores(folder: Path) -> dict[str, dict]:

@@ -284,6 +284,15 @@ def sft_runs() -> dict[str, Run]:
     return runs
 
 
+def distillation_runs() -> dict[str, Run]:
+    """grpo.py's demo and distill.py's, which have the same student."""
+    variants = {
+        "grpo": Run("grpo.py --eval-every 5"),
+        "reverse-kl": Run("distill.py --eval-every 5"),
+    }
+    return seeded(variants, range(1, 4))
+
+
 ALL = (
     Study(
         "demos",
@@ -307,6 +316,15 @@ ALL = (
         also=("reward/accuracy", "rollout/response_length"),
         beside={"trl": "grpo"},
         goal=0.8,
+        dtype="bf16",
+    ),
+    Study(
+        "distillation",
+        "How many samples and seconds does a student need with a teacher, and how many with a "
+        "reward?",
+        distillation_runs(),
+        beside={"reverse-kl": "grpo"},
+        goal=0.85,
         dtype="bf16",
     ),
     Study(

@@ -26,8 +26,8 @@ Runs = dict[str, dict[int, Metrics]]  # {variant: {seed: metrics}}
 
 
 def curve(metrics: Metrics) -> list[dict]:
-    """The evaluations of a run: step, value, and until then the seconds of training and the tokens
-    of a response, summed."""
+    """The evaluations of a run: step, value, and until then the samples, the seconds of training
+    and the tokens of a response, summed."""
     points = []
     seconds = tokens = 0.0
     for record in metrics:
@@ -37,7 +37,8 @@ def curve(metrics: Metrics) -> list[dict]:
         for key in ("eval/accuracy", "eval/loss"):
             if key in record:
                 point = {"step": record["step"], "value": record[key], "key": key}
-                points.append(point | {"seconds": seconds, "tokens": tokens})
+                point |= {"seconds": seconds, "tokens": tokens}
+                points.append(point | {"samples": record.get("samples", 0)})
                 break
     return points
 
@@ -265,18 +266,22 @@ class Panel:
 
 
 def draw(study: Study, found: Runs, path: Path) -> None:
-    """Evaluations over steps, seconds and tokens; the study's other metrics over steps, smoothed.
-    Losses and accuracies do not go together: only variants measured as the first one is."""
+    """Evaluations over steps (samples, where a step's number of them differs), seconds and tokens;
+    the study's other metrics over steps, smoothed. Losses and accuracies do not go together: only
+    variants measured as the first one is."""
     from matplotlib.figure import Figure
 
     curves = {variant: curve(next(iter(seeds.values()))) for variant, seeds in found.items()}
     first = next(iter(curves.values()))
     title = first[0]["key"]
     drawn = {name: found[name] for name in found if curves[name][0]["key"] == title}
+    samples_per_step = {points[-1]["samples"] / points[-1]["step"] for points in curves.values()}
     panels = [
         Panel(title, "steps", "step"),
         Panel(title, "seconds of training", "seconds"),
     ]
+    if len(samples_per_step) > 1:
+        panels[0] = Panel(title, "samples", "samples")
     if first[-1]["tokens"]:
         panels.append(Panel(title, "tokens of a response, summed over steps", "tokens"))
     for metric in study.also:

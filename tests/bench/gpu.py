@@ -88,7 +88,7 @@ class Args:
     repeats: int = 5  # timed repetitions, after two that are not
     threads: int = 16  # of a CPU
     profile: bool = False  # which kernels an update spends its time in
-    load: str = "{}"  # update: further arguments of load_model, as JSON
+    activation_memory: float = 1.0  # of compiled layers: the share of activations that they keep
     flags: str = ""  # step: further flags of grpo.py, such as "--engine-memory 32"
     # one measurement in this process, as JSON: what the benchmark itself calls
     only: str | None = None
@@ -161,12 +161,14 @@ def random_policy(name: str, args: Args, world: World, compiled: bool, checkpoin
     with tempfile.TemporaryDirectory() as folder:
         make_config(name).save_pretrained(folder)
         with world.device:
-            options = {
-                "gradient_checkpointing": checkpointing,
-                "compile_layers": compiled,
-                "from_scratch": True,
-            } | json.loads(args.load)
-            policy = load_model(folder, attention, **options)
+            policy = load_model(
+                folder,
+                attention,
+                gradient_checkpointing=checkpointing,
+                compile_layers=compiled,
+                activation_memory=args.activation_memory,
+                from_scratch=True,
+            )
     return policy, attention
 
 
@@ -198,7 +200,7 @@ def measure_update(
     index = TokenIndex(episodes)
     packer = Packer(attention, args.micro_batch_tokens, Path("nowhere"), world)
     if not shared:
-        packer.layout["share_prompts"] = False
+        packer.layout = replace(packer.layout, share_prompts=False)
     (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
     tokens = tokens_of(episodes, index, device)
     script_args = grpo.Args(rollout=Rollout(max_response_tokens=args.response_tokens))

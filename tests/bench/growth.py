@@ -181,9 +181,6 @@ def sequence(size: int, folder: Path) -> Work:
         [0],
         TokenIndex(episodes),
         budget=2 * size,
-        share_prompts=True,
-        multiple=1,
-        vision=None,
     )
     return lambda: policy(batch)[0].sum().backward()
 

@@ -15,7 +15,6 @@ tokens.
 import random
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -29,11 +28,12 @@ from common.distributed import forward_context, init_world, make_mesh, wrap_mode
 from common.hub import resolve_model
 from common.models import load_model
 from common.packing import (
+    Layout,
     MicroBatch,
     Packer,
     TokenIndex,
     _bins_of_groups,
-    _filled,
+    _fill_bins,
     _groups,
     pack,
 )
@@ -85,13 +85,13 @@ def print_fill(args: Args) -> None:
         )
         episodes = random_episodes(shape, vocab=10)
         groups = _groups(episodes, range(len(episodes)), share_prompts=True)
-        whole = _filled(episodes, groups, budget, may_cut=False)
+        whole = _fill_bins(episodes, groups, budget, may_cut=False)
         start = time.perf_counter()
         packed = _bins_of_groups(episodes, groups, budget)
         milliseconds = 1e3 * (time.perf_counter() - start)
         shortest, longest = response_tokens
         tokens = [
-            sum(unit.num_tokens for bin_ in bins for unit in bin_) for bins in (whole, packed)
+            sum(group.num_tokens for bin_ in bins for group in bin_) for bins in (whole, packed)
         ]
         rows.append(
             [
@@ -127,21 +127,22 @@ def random_episodes(args: Args, vocab: int) -> list[Episode]:
 
 def layouts(args: Args, episodes: list[Episode], packer: Packer) -> dict[str, list[MicroBatch]]:
     index, selected = TokenIndex(episodes), range(len(episodes))
-    shared = partial(
-        pack,
+    shared = pack(episodes, selected, index, budget=args.budget, layout=packer.layout)
+    unshared = pack(
         episodes,
         selected,
         index,
         budget=args.budget,
-        multiple=packer.layout["multiple"],
+        layout=replace(packer.layout, share_prompts=False),
     )
     longest = args.prompt_tokens + max(len(e.response_ids) for e in episodes)
-    alone = [pack(episodes, [i], index, budget=args.budget, multiple=longest)[0] for i in selected]
+    padded = Layout(multiple=longest)
+    alone = [pack(episodes, [i], index, budget=args.budget, layout=padded)[0] for i in selected]
     count = max(1, args.budget // longest)
     return {
         "padded": [side_by_side(alone[i : i + count]) for i in selected[::count]],
-        "packed": shared(share_prompts=False),
-        "shared": shared(),
+        "packed": unshared,
+        "shared": shared,
     }
 
 
@@ -153,7 +154,7 @@ def side_by_side(batches: list[MicroBatch]) -> MicroBatch:
         torch.cat([b.position_ids for b in batches], 1),
         torch.cat([i * width + b.hidden_index for i, b in enumerate(batches)]),
         torch.cat([b.targets for b in batches]),
-        torch.cat([b.tokens for b in batches]),
+        torch.cat([b.token_index for b in batches]),
         batches[0].slots,
         batches[0].features,
         [],

@@ -174,7 +174,7 @@ class Update:
     compiled: bool = True
     compiled_head: bool = True
     gathered: bool = True  # on one GPU weights stay so over a step; on several they cannot
-    accumulated: bool = False  # gradients, without FSDP2's copies
+    accumulated: bool = False  # gradients over a step, without FSDP2's copies: on one GPU alone
     ahead: bool = True  # masks and copies are made while the GPU computes
 
     @property
@@ -285,7 +285,7 @@ MEASURED = {  # on one H100, results/h100: seconds
 }
 UPDATES = {  # 8 prompts with 8 responses each, in packs of 12,800 tokens
     "1.5B, compiled": Update(Model.named("1.5B"), PACK, 4, accumulated=True),
-    "7Bx8, compiled": Update(Model.named("7Bx8"), PACK, 4),
+    "7Bx8, compiled": Update(Model.named("7Bx8"), PACK, 4, accumulated=True),
     "7B, compiled, 8 GPUs": Update(Model.named("7B"), PACK, 4, ranks=8),
 }
 NOT_OF_LAYERS = (  # parts of an update beside those that each layer has, and the head

@@ -311,7 +311,7 @@ def test_several_files_make_one_data_set(tmp_path, tokenizer):
 
 def test_other_columns_stay_within_reach(tmp_path, tokenizer):
     data = load(write(tmp_path / "a.parquet", [row(ability=["maths"])]), tokenizer)
-    assert data.record(0)["ability"] == ["maths"]
+    assert data.file_row(0)["ability"] == ["maths"]
 
 
 def in_the_year_10000(rows: list) -> pa.Array:
@@ -1030,7 +1030,7 @@ def test_a_step_larger_than_the_data_is_told(rows, warnings, capsys):
     flags = Rollout(prompts_per_step=4, samples_per_prompt=2)
     print_plan(flags, num_rows=rows, prompts_per_step=4, total_steps=6, updates=1)
     said = capsys.readouterr().out.splitlines()
-    assert f"6 steps pass over the data {24 / rows:.2f} times" in said[0]
+    assert f"; 6 steps = {24 / rows:.2f} epochs" in said[0]
     told = (
         f"warning: a step draws 4 prompts of {rows} rows: lower --prompts-per-step, it repeats them"
     )
@@ -1155,7 +1155,7 @@ def test_what_is_no_file_is_a_data_set_of_the_hub(hub, tmp_path, tokenizer, monk
             prompts_of(name, **options)
         assert hub.pop() == parts
         data = prompts_of(name, bad_rows="drop", **options)
-        assert [data.record(i)["prompt"] for i in range(len(data))] == [
+        assert [data.file_row(i)["prompt"] for i in range(len(data))] == [
             f"{parts[-1]} {i}" for i in range(2)
         ]
     hub.clear()

@@ -476,3 +476,19 @@ def test_without_a_home_folder_smollm2_wants_another_place(home, tmp_path, monke
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     assert anonymous("at /a/b") == "at .../b", "nor does the doctor want one"
+
+
+def test_the_folder_lists_its_programs():
+    done = subprocess.run(
+        [sys.executable, "-m", "common.prepare"], cwd=ROOT, capture_output=True, text=True
+    )
+    programs = {
+        file.stem
+        for file in (ROOT / "common/prepare").glob("*.py")
+        if 'if __name__ == "__main__"' in file.read_text() and file.stem != "__main__"
+    }
+    titles, commands = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
+    assert len(programs) == len(titles) == len(commands) >= 5 and done.stderr == ""
+    assert [line.split()[2] for line in commands] == [
+        f"common.prepare.{name}" for name in sorted(programs)
+    ]

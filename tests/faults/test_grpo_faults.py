@@ -212,13 +212,8 @@ def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(plain, thirds
     assert whole == resumed
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--max-response-tokens", 5000],
-        pytest.param(["--engine-memory", 0.001], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # by default test_memory.py refuses a cache that cannot fit
+@pytest.mark.parametrize("flags", [["--max-response-tokens", 5000], ["--engine-memory", 0.001]])
 def test_what_the_engine_has_no_room_for_is_told_by_its_flags(tmp_path, flags):
     done = run_script(
         "grpo.py", *flags, "--total-steps", 1, "--output-dir", tmp_path, ranks=1, check=False

@@ -294,7 +294,7 @@ def test_a_position_in_the_data_that_is_none_is_refused(run, position):
         SystemExit,
         match=r"step_000002 cannot be loaded \(trainer.json has no position in the data\)",
     ):
-        job.Job.open_loader(resumed, 4, fingerprint="")
+        job.Job.open_loader(resumed, 4, data_fingerprint="")
 
 
 @pytest.mark.parametrize("name", [SHARD, "trainer.json"])
@@ -517,6 +517,17 @@ def test_a_heart_beats_on_when_the_disk_is_back(tmp_path, monkeypatch):
     lock.write_text("token=theirs")
     heart.join(10)
     assert "another run's now" in ended[0] and ended[1] == 1
+
+
+def test_the_heart_of_another_run_is_left_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "HEARTBEAT_S", 0.02)
+    for name in ("fail", "leave"):
+        monkeypatch.setattr(job, name, lambda reason: None)
+    lock = tmp_path / "lock"
+    lock.write_text("token=theirs")
+    os.utime(lock, (0, 0))
+    job.keep_lock(LeaseCompromise(str(lock), "mine", "refresh-failed", OSError(5, "")))
+    assert lock.stat().st_mtime == 0
 
 
 @pytest.mark.parametrize("shared", [True, False])

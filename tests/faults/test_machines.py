@@ -26,7 +26,7 @@ from helpers import (
 from torch.distributed.run import get_args_parser as torchrun_arguments
 
 from common.distributed import World, check_same, make_mesh
-from common.job import facts_of_machine
+from common.job import facts_of_machine, flags_as_typed, words_of_flags
 from common.manifest import fingerprint
 from common.rendezvous import find_interface
 
@@ -456,6 +456,13 @@ def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_pa
     after = facts_of_machine(str(tmp_path))
     changed = {name for name in facts if facts[name] != after[name]}
     assert changed == {"model model.safetensors", str(rows)}
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--output_dir"])
+@pytest.mark.parametrize("equals", ["=", " "])
+def test_the_run_folder_is_not_probed_however_its_flag_is_typed(monkeypatch, flag, equals):
+    monkeypatch.setattr(sys, "argv", f"grpo.py {flag}{equals}runs/a --train_data b".split())
+    assert words_of_flags(flags_as_typed()) == ["b"]
 
 
 @pytest.mark.parametrize("place", [0, 2**20 - 1, 2**21, 2**22, 2**22 + 2**20 - 1])

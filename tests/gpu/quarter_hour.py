@@ -139,7 +139,7 @@ FIRST_CALL = [
     update_item(
         "7Bx8, activation memory",
         "7Bx8, compiled",
-        """--models 7Bx8 --load '{"activation_memory": 0.7}'""",
+        "--models 7Bx8 --activation-memory 0.7",
         80,
         Expected("s", 0.98, 1.02, relative_to="7Bx8"),
         Expected("peak GB", most=0.9, relative_to="7Bx8"),  # about 9 GB less
@@ -218,15 +218,26 @@ SECOND_CALL = [
     ),
 ]
 LORA = "python grpo.py --lora-rank 16 --eval-every 0 --output-dir {out}/lora"
+ENGINE_OF_TWO = (
+    "torchrun --standalone --nproc_per_node 2 grpo.py --engine-parallel 2 --eval-every 0 "
+    "--output-dir {out}/engine-of-two"
+)
 # each alone: vLLM reads the memory of the whole card
 THIRD_CALL = [
     Item("LoRA", f"{LORA} --total-steps 3 --eval-rows 64", f"{LORA} {TOY_RUN}", 90),
+    Item(
+        "engine of two",
+        f"{ENGINE_OF_TWO} --total-steps 3 --eval-rows 64",
+        f"{ENGINE_OF_TWO} {TOY_RUN}",
+        120,
+    ),
     *(
         Item(
             file, f"{PYTEST} tests/gpu/{file}", f"{PYTEST} tests/gpu/{file} --collect-only", seconds
         )
         for file, seconds in (
             ("test_update.py", 150),
+            ("test_model_families.py", 240),
             ("test_pictures.py", 150),
             ("test_steps.py", 300),
             ("test_ppo.py", 120),
@@ -257,6 +268,8 @@ def missing(item: Item, args: Args) -> str:
         return "needs --before"
     if item.name == "beside TRL" and args.trl is None:
         return "needs --trl"
+    if item.name == "engine of two" and num_gpus() < 2:
+        return "needs two GPUs"
     return ""
 
 
@@ -313,6 +326,12 @@ def print_on_eight(figures: dict[str, dict[str, float]], peak: float | None) -> 
         f"{label}, computed: MFU expected >= {GOALS[label]:g} % (on paper {paper:.1f}), seen "
         f"{percent:.1f}: {outcome}"
     )
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def card_peak() -> float | None:

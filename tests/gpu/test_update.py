@@ -22,10 +22,11 @@ from helpers import (
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.models import Policy, load_model
-from common.packing import TokenIndex, pack
+from common.packing import Layout, TokenIndex, layout_of, pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
+UNSHARED = Layout(share_prompts=False)
 DEMO = ["--prompts-per-step", 8, "--samples-per-prompt", 4, "--engine-memory", 2]
 DEMO += ["--eval-every", 0, "--eval-rows", 32]
 
@@ -60,8 +61,8 @@ def values_and_gradients(
     for batch in pack(episodes, range(len(episodes)), index, **options):
         batch = batch.to(torch.device("cuda"))
         out = torch.stack(policy(batch, 0.9), dim=1)
-        values[batch.tokens] = out.detach()
-        (out * upstream[batch.tokens]).sum().backward()
+        values[batch.token_index] = out.detach()
+        (out * upstream[batch.token_index]).sum().backward()
     return values, [p.grad.float().clone() for p in policy.parameters()]
 
 
@@ -71,10 +72,11 @@ def test_packs_in_flex_attention_and_sdpa_are_single_samples(model_folder, dtype
     episodes = random_episodes(5, prompts=6, samples=5)
     flex = load_model(model_folder, "flex", dtype=dtype).cuda()
     sdpa = load_model(model_folder, "sdpa", dtype=dtype).cuda()
-    expected = values_and_gradients(sdpa, episodes, budget=1, share_prompts=False)
+    expected = values_and_gradients(sdpa, episodes, budget=1, layout=UNSHARED)
+    repeated = Layout(share_prompts=False, multiple=128)
     cases = {
-        "flex, shared prompts": (flex, {"budget": 512, "multiple": 128}),
-        "flex, prompts repeated": (flex, {"budget": 512, "multiple": 128, "share_prompts": False}),
+        "flex, shared prompts": (flex, {"budget": 512, "layout": layout_of("flex")}),
+        "flex, prompts repeated": (flex, {"budget": 512, "layout": repeated}),
         "sdpa, shared prompts": (sdpa, {"budget": 512}),
     }
     for name, (policy, options) in cases.items():
@@ -93,8 +95,8 @@ def test_packs_in_flash_attention_are_single_samples(model_folder):
     episodes = random_episodes(5, prompts=6, samples=5)
     flash = load_model(model_folder, "flash", dtype=torch.bfloat16).cuda()
     sdpa = load_model(model_folder, "sdpa", dtype=torch.bfloat16).cuda()
-    expected = values_and_gradients(sdpa, episodes, budget=1, share_prompts=False)
-    values, gradients = values_and_gradients(flash, episodes, budget=512, share_prompts=False)
+    expected = values_and_gradients(sdpa, episodes, budget=1, layout=UNSHARED)
+    values, gradients = values_and_gradients(flash, episodes, budget=512, layout=UNSHARED)
     distances = relative_l2([values], [expected[0]]), relative_l2(gradients, expected[1])
     print(
         f"bf16, flash: values {distances[0]:.2g}, gradients {distances[1]:.2g} from single samples"
@@ -125,7 +127,7 @@ def test_the_rehearsal_proves_the_plan(tmp_path):
     print(line)
     numbers = re.search(r"peak ([\d.]+) GB, planned [\d.]+; ([\d.]+) GB are left", line)
     peak, left = map(float, numbers.groups())
-    (free,) = re.findall(r"estimated; ([\d.]+) are free", done.stdout)
+    (free,) = re.findall(r"; free ([\d.]+) GB", done.stdout)
     assert peak + left == pytest.approx(float(free), abs=0.11)
     assert "out of" not in done.stdout
 

@@ -106,20 +106,20 @@ def token_terms(
     """Each token's loss with correction, KL and entropy bonus; its slope by the log-prob; is a clip
     active. The slope by the entropy is -entropy_coef.
 
-    columns: lists of N: logprobs, entropy, episodes, advantages, and old_, rollout_, ref_logprobs.
-    term: what stands for `policy_term`. of_sequence: it gets the sequence's ratio; by default as
-    args.objective is gspo.
+    columns: lists of N: logprobs, entropy, episode_of_token, advantages, and old_, rollout_,
+    ref_logprobs. term: what stands for `policy_term`. of_sequence: it gets the sequence's ratio; by
+    default as args.objective is gspo.
     """
     if of_sequence is None:
         of_sequence = getattr(args, "objective", "ppo") == "gspo"
     tokens = [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
     sequences: dict[int, list[dict]] = {}
     for token in tokens:
-        sequences.setdefault(token["episodes"], []).append(token)
+        sequences.setdefault(token["episode_of_token"], []).append(token)
 
     terms = []
     for token in tokens:
-        sequence = sequences[token["episodes"]]
+        sequence = sequences[token["episode_of_token"]]
         ratio = math.exp(token["logprobs"] - token["old_logprobs"])
         s = math.exp(statistics.fmean(t["logprobs"] - t["old_logprobs"] for t in sequence))
         w = math.exp(token["old_logprobs"] - token["rollout_logprobs"])
@@ -251,7 +251,7 @@ def made_up_columns(seed: int = 0) -> dict[str, list]:
             others = [old + 0.5 * rng.gauss(0, 1), logprob + 0.5 * rng.gauss(0, 1)]
             tokens.append((logprob, rng.random(), number, advantage, old, *others))
     rng.shuffle(tokens)
-    names = ["logprobs", "entropy", "episodes", "advantages"]
+    names = ["logprobs", "entropy", "episode_of_token", "advantages"]
     names += ["old_logprobs", "rollout_logprobs", "ref_logprobs"]
     return dict(zip(names, map(list, zip(*tokens))))
 
@@ -264,7 +264,7 @@ def check_policy_loss(
     `token_terms`."""
     columns = made_up_columns()
     values, slopes, clips = zip(*token_terms(columns, args, term, of_sequence))
-    dtypes = {"episodes": torch.int64}
+    dtypes = {"episode_of_token": torch.int64}
     tensors = {
         name: torch.tensor(column, dtype=dtypes.get(name, torch.float64))
         for name, column in columns.items()
@@ -276,7 +276,7 @@ def check_policy_loss(
     by_logprob, by_entropy = torch.autograd.grad(
         loss.sum(), [logprobs, entropy], materialize_grads=True
     )
-    for i, number in enumerate(columns["episodes"]):
+    for i, number in enumerate(columns["episode_of_token"]):
         logratio, advantage = GRID[number]
         point = f"a sequence of log-ratio {logratio}, advantage {advantage}"
         assert loss[i].item() == pytest.approx(values[i], rel=1e-10, abs=1e-12), point

@@ -105,25 +105,10 @@ EXPECTED: dict[str, str] = {}
 for expected_outcome, kinds in OUTCOMES.items():
     for kind in kinds.split():
         EXPECTED[kind] = expected_outcome
-EVERY_TIME = [
-    "llama",
-    "gpt2",
-    "gpt_neox",
-    "smollm3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "granite",
-    "lfm2",
-    "qwen3_5_text",
-    "falcon",
-    "mamba",
-    "gptj",
-    "nemotron",
-    "phimoe",
-    "whisper",
-]
+# one of each way to be exact, or to be refused
+EVERY_TIME = ["llama", "gemma2", "gpt_oss", "granite", "lfm2", "qwen3_5_text", "falcon", "mamba"]
+EVERY_TIME += ["gptj", "phimoe", "whisper"]
+OF_A_KIND = ["gpt2", "gpt_neox", "smollm3", "qwen3_moe", "gemma3_text", "nemotron"]
 
 
 def little(kind: str):
@@ -178,8 +163,8 @@ def packed_logprobs(policy, samples: list[Episode]) -> torch.Tensor:
     index = TokenIndex(samples)
     logprobs = torch.zeros(len(index))
     layout = layout_of(policy.attention)
-    for batch in pack(samples, range(len(samples)), index, budget=1000, **layout):
-        logprobs[batch.tokens] = policy(batch)[0]
+    for batch in pack(samples, range(len(samples)), index, budget=1000, layout=layout):
+        logprobs[batch.token_index] = policy(batch)[0]
     return logprobs
 
 
@@ -199,7 +184,9 @@ def own_logprobs(model, samples: list[Episode]) -> torch.Tensor:
     return torch.cat(logprobs)
 
 
-@pytest.mark.parametrize("kind", EVERY_TIME)
+@pytest.mark.parametrize(
+    "kind", [*EVERY_TIME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OF_A_KIND)]
+)
 def test_log_probs_are_the_models_own_or_it_is_refused(kind, tmp_path, uncompiled_flex):
     assert EXPECTED[kind] in outcome(kind, tmp_path)
 

@@ -34,7 +34,7 @@ from common.lora import Base, adapters, merged
 from common.memory.estimate import activation_bytes
 from common.memory.shape import model_shape
 from common.models import hidden_states, load_model
-from common.packing import MicroBatch, TokenIndex, pack
+from common.packing import Layout, MicroBatch, TokenIndex, pack
 from common.pictures import PixelLimits
 from common.types import Episode
 from common.vision import load_vision
@@ -180,7 +180,8 @@ def packed(lengths: list[int]) -> MicroBatch:
         ids = [(7 * i + sample) % 120 + 1 for i in range(length)]
         episodes.append(Episode(0, sample, [*range(1, 31)], ids, [1] * length, [0.0] * length))
     index = TokenIndex(episodes)
-    (batch,) = pack(episodes, range(len(episodes)), index, budget=4096, multiple=128)
+    layout = Layout(multiple=128)
+    (batch,) = pack(episodes, range(len(episodes)), index, budget=4096, layout=layout)
     return batch
 
 
@@ -195,12 +196,11 @@ def backward(policy: nn.Module, batch: MicroBatch) -> list[torch.Tensor]:
 
 
 SEEING = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
-OTHER_FAMILIES = [
-    pytest.param(family, 3, marks=pytest.mark.slow)
-    for family in sorted(COMPILED - {"qwen2"} - set(SEEING))
-]
+OTHER_FAMILIES = [(family, 3) for family in sorted(COMPILED - {"qwen2"} - set(SEEING))]
 
 
+# by default test_numerics.py compiles layers, without gradients
+@pytest.mark.slow
 @pytest.mark.parametrize("family, layers", [("qwen2", 2), *OTHER_FAMILIES])
 def test_layers_are_compiled_once_for_packs_of_all_lengths(
     family, layers, tmp_path, world, graphs, compiler
@@ -248,7 +248,12 @@ def test_layers_behind_a_tower_are_compiled_once(family, tmp_path, world, graphs
         episodes = trajectories(vision, seed=seed, prompts=2 + seed % 3)
         index = TokenIndex(episodes)
         (batch,) = pack(
-            episodes, range(len(episodes)), index, budget=10_000, multiple=128, vision=vision
+            episodes,
+            range(len(episodes)),
+            index,
+            budget=10_000,
+            layout=Layout(multiple=128),
+            vision=vision,
         )
         ours = backward(policy, batch)
         num_graphs.append(len(graphs))
@@ -298,15 +303,21 @@ def test_adapted_layers_are_compiled_once(tmp_path, world, graphs, compiler):
 
 
 @pytest.mark.parametrize(
-    "compiles, checkpointing, reason",
-    [(False, False, "--compile"), (True, True, "no --gradient-checkpointing, which keeps less")],
+    "share, compiles, checkpointing, reason",
+    [
+        (0.5, False, False, "--compile"),
+        ("auto", False, False, "--compile"),
+        (0.5, True, True, "no --gradient-checkpointing, which keeps less"),
+    ],
 )
-def test_a_share_of_activations_needs_compiled_layers(compiles, checkpointing, reason, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["grpo.py", "--activation-memory", "0.5"])
-    machine = Machine(activation_memory=0.5, gradient_checkpointing=checkpointing)
+def test_a_share_of_activations_needs_compiled_layers(
+    share, compiles, checkpointing, reason, monkeypatch
+):
+    monkeypatch.setattr("sys.argv", ["grpo.py", "--activation-memory", str(share)])
+    machine = Machine(activation_memory=share, gradient_checkpointing=checkpointing)
     with pytest.raises(SystemExit) as refusal:
         check_activation_memory(machine, compiles)
-    assert str(refusal.value) == f"--activation-memory 0.5 has no effect: needs {reason}"
+    assert str(refusal.value) == f"--activation-memory {share} has no effect: needs {reason}"
     check_activation_memory(replace(machine, gradient_checkpointing=False), compiles=True)
 
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import random_policy
@@ -285,6 +286,22 @@ def test_a_step_equals_single_forwards(case, own_prompts, tmp_path):
             assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
+def test_the_log_ratio_is_bounded(tmp_path):
+    """Of tokens that the rollout found impossible: e^1000 would be inf."""
+    episodes = some_episodes()
+    index = TokenIndex(episodes)
+    packer = Packer("sdpa", 64, tmp_path, WORLD)
+    (minibatch,) = packer.minibatches(episodes, index, [list(range(len(episodes)))])
+    tokens = Tokens.of(episodes, index, WORLD.device)
+    tokens.old_logprobs = torch.full((len(index),), -1000.0)
+    tokens.teacher_logprobs = torch.full((len(index),), -1.0)
+    args = Args(estimator="sampled")
+    means = backward(
+        models(), minibatch, tokens, args, WORLD, first_epoch=True, store_old_logprobs=False
+    )
+    assert means.reduce()["policy/approx_kl"] == pytest.approx(math.exp(20) - 21, rel=1e-5)
+
+
 def test_divergences_stand_at_their_tokens():
     episodes = some_episodes()
     index = TokenIndex(episodes)
@@ -305,6 +322,21 @@ def test_the_share_of_the_data_set_is_the_same_on_all_ranks():
     assert distill.data_places(40, 0.25, seed=3, step=8) != places
     assert distill.data_places(40, 0, 3, 7) == set()
     assert distill.data_places(40, 1, 3, 7) == set(range(40))
+
+
+def test_what_a_step_draws_comes_from_streams_of_their_own(monkeypatch):
+    """The prompts of the data set's responses, and the rotation of minibatches."""
+    seeds = []
+
+    def recorded(seed: list[int]) -> np.random.PCG64:
+        seeds.append(tuple(seed))
+        return pcg64(seed)
+
+    pcg64 = np.random.PCG64
+    monkeypatch.setattr(np.random, "PCG64", recorded)
+    distill.data_places(40, 0.25, seed=3, step=7)
+    distill.split_minibatches([], [], 1, seed=3, step=7)
+    assert len(set(seeds)) == 2
 
 
 def test_vocabularies_are_compared_id_by_id():

@@ -36,10 +36,10 @@ def our_values(policy: Policy, episodes: list[Episode]) -> tuple[torch.Tensor, t
     index = TokenIndex(episodes)
     layout = layout_of(policy.attention)
     logprobs, entropies = torch.zeros(2, len(index), dtype=policy.model.dtype)
-    for batch in pack(episodes, range(len(episodes)), index, budget=128, **layout):
+    for batch in pack(episodes, range(len(episodes)), index, budget=128, layout=layout):
         batch_logprobs, batch_entropies = policy(batch, TEMPERATURE)
-        logprobs = logprobs.index_copy(0, batch.tokens, batch_logprobs)
-        entropies = entropies.index_copy(0, batch.tokens, batch_entropies)
+        logprobs = logprobs.index_copy(0, batch.token_index, batch_logprobs)
+        entropies = entropies.index_copy(0, batch.token_index, batch_entropies)
     return logprobs, entropies
 
 

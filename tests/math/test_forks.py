@@ -145,6 +145,7 @@ def test_a_patch_has_its_row_on_the_page(name):
     assert len(rows) == 1 and script_of(name) in rows[0]
 
 
+@pytest.mark.slow  # by default test_invariance.py splits the scripts that are patched
 def test_gradients_do_not_depend_on_the_split(folder, tmp_path):
     """Of all forks in one launch: two ranks, micro-batches of 45 tokens."""
     assert sorted(FLAGS) == NAMES
@@ -180,7 +181,7 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios(load):
     )
     columns = made_up_columns()
     tensors = {name: double(column) for name, column in columns.items()}
-    episodes = torch.tensor(columns["episodes"])
+    episodes = torch.tensor(columns["episode_of_token"])
     logprobs = tensors["logprobs"].requires_grad_()
     nothing = torch.full_like(episodes, math.nan, dtype=torch.float64)
     tokens = script.Tokens(
@@ -188,10 +189,10 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios(load):
     )
     loss, clipped = script.policy_loss(logprobs, torch.zeros_like(nothing), tokens, args)
     (slopes,) = torch.autograd.grad(loss.sum(), logprobs)
-    for i, episode in enumerate(columns["episodes"]):
+    for i, episode in enumerate(columns["episode_of_token"]):
         advantage = columns["advantages"][i]
         product, length, is_clipped = 1.0, 0, False
-        for j, other in enumerate(columns["episodes"]):
+        for j, other in enumerate(columns["episode_of_token"]):
             if other == episode:
                 ratio = math.exp(columns["logprobs"][j] - columns["old_logprobs"][j])
                 bounded = ratio

@@ -90,7 +90,7 @@ def test_a_solved_task_takes_what_is_allowed_and_no_more(world):
 def test_a_step_draws_what_earlier_ones_would_have_needed(world):
     """Half of 99 prompts were unequal: (4 + sqrt(4 / 2)) / 0.5 are 11. What a round finds counts
     at once; groups that could not be scored do not."""
-    group_yield = grpo.GroupYield(memory=400)
+    group_yield = grpo.GroupYield(window=400)
     group_yield.counts.update({"sampled": 99.0, "unequal": 49.0})
     scores = {2: (math.nan,) * 3, 3: (math.nan, 1.0, math.nan)}
     rollouts = rollouts_of(world, groups=lambda prompt: group(prompt, scores.get(prompt)))
@@ -121,7 +121,7 @@ def test_most_rounds_find_enough(flat):
 
 
 def test_the_yield_is_never_none():
-    group_yield = grpo.GroupYield(memory=8)
+    group_yield = grpo.GroupYield(window=8)
     assert group_yield.share == 1 and group_yield.num_prompts(3) == 3
     for _ in range(5):
         group_yield.add(20, 0)  # more than it remembers
@@ -242,7 +242,7 @@ def test_an_epoch_counts_the_prompts_that_are_drawn(capsys):
     flags = grpo.Rollout(prompts_per_step=4, samples_per_prompt=2)
     print_plan(flags, num_rows=30, prompts_per_step=6, total_steps=10, updates=1)
     assert (
-        "30 prompts; a step: 6 x 2 samples, 1 updates; 10 steps pass over the data 2.00 times"
+        "30 prompts; 6 x 2 samples and 1 update a step; 10 steps = 2.00 epochs"
         in capsys.readouterr().out
     )
 

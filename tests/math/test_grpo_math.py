@@ -582,7 +582,12 @@ def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
             monkeypatch.setattr(script, name, lambda *_, **__: None)
     monkeypatch.setattr(script, "open_prompts", lambda *_: (None, None))
     job = SimpleNamespace(
-        world=world, path="folder", output_dir=Path("run"), plan_memory=plan, check_weights=print
+        world=world,
+        path="folder",
+        output_dir=Path("run"),
+        plan_memory=plan,
+        check_weights=print,
+        leave_if_finished=print,
     )
     monkeypatch.setattr(script, "Job", lambda *_, **__: job)
     kl_in_reward = "--kl-reward-coef 0.01"

@@ -347,10 +347,10 @@ def test_the_files_of_weights_are_looked_at_before_any_is_read(case, tmp_path):
     change(folder)
     for flag, make in (("--model", Policy), ("--critic-model", Critic)):
         if message is None:
-            load_model(str(folder), "sdpa", flag=flag, make=make)
+            load_model(str(folder), "sdpa", flag=flag, model_class=make)
         elif make is Policy or case != "a shard lacks what the index lists":
             with pytest.raises(SystemExit, match=f"^{flag} {folder}{message}"):
-                load_model(str(folder), "sdpa", flag=flag, make=make)
+                load_model(str(folder), "sdpa", flag=flag, model_class=make)
 
 
 def test_an_index_of_a_single_file_is_no_second_model(tmp_path):
@@ -410,7 +410,7 @@ def test_names_that_are_not_the_models_are_refused(kind, ending, tmp_path):
         backbone = message.replace(r"lm_head\.weight", r"model\.embed_tokens\.weight")
         message = f"^--critic-model {folder}: its files have {backbone}"
         with pytest.raises(SystemExit, match=message):
-            load_model(str(folder), "sdpa", flag="--critic-model", make=Critic)
+            load_model(str(folder), "sdpa", flag="--critic-model", model_class=Critic)
 
 
 def test_weights_that_a_config_has_no_place_for_are_refused(tmp_path):
@@ -427,7 +427,7 @@ def test_weights_that_a_config_has_no_place_for_are_refused(tmp_path):
             load_model(str(folder), "sdpa")
         message = f"^--critic-model {folder}: its files have {name}, for which"
         with pytest.raises(SystemExit, match=message) if also_for_critics else nullcontext():
-            load_model(str(folder), "sdpa", flag="--critic-model", make=Critic)
+            load_model(str(folder), "sdpa", flag="--critic-model", model_class=Critic)
     save_file(
         weights | {"model.norm.weight": torch.zeros(2)},
         folder / "model.safetensors",
@@ -561,7 +561,7 @@ def test_a_reward_models_backbone_may_be_the_critics_and_no_policy(tmp_path):
     config.num_labels = 1
     scorer = AutoModelForSequenceClassification.from_config(config)
     scorer.save_pretrained(tmp_path)
-    critic = load_model(str(tmp_path), "sdpa", make=Critic)
+    critic = load_model(str(tmp_path), "sdpa", model_class=Critic)
     assert torch.equal(
         critic.model.layers[1].mlp.up_proj.weight, scorer.model.layers[1].mlp.up_proj.weight
     )
@@ -573,8 +573,8 @@ def test_a_critic_has_positions_for_what_is_sampled():
     """Of the policy its engine says so."""
     message = r"2049 tokens together, and --critic-model .* has 2048 positions"
     with pytest.raises(SystemExit, match=message):
-        load_model(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2049)
-    load_model(str(FOLDERS["tiny"]), "sdpa", make=Critic, max_model_len=2048)
+        load_model(str(FOLDERS["tiny"]), "sdpa", model_class=Critic, max_model_len=2049)
+    load_model(str(FOLDERS["tiny"]), "sdpa", model_class=Critic, max_model_len=2048)
 
 
 def test_there_is_no_dropout(tmp_path):

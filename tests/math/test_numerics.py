@@ -28,7 +28,7 @@ from common.attention import (
     shared_prompt_flex_attention,
 )
 from common.logprobs import LogitTransform, token_logprobs
-from common.packing import TokenIndex, _build, pack
+from common.packing import Layout, TokenIndex, build_micro_batch, pack
 from common.types import Episode
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -117,9 +117,9 @@ def losses_and_gradients(policy, episodes, order=None, **options):
     logprobs = torch.full((len(index),), float("nan"), dtype=torch.float64)
     for batch in pack(episodes, order or range(len(episodes)), index, **options):
         mb_logprobs, mb_entropy = policy(batch, 0.8)
-        w = weights[:, batch.tokens].to(mb_logprobs.dtype)
+        w = weights[:, batch.token_index].to(mb_logprobs.dtype)
         (mb_logprobs * w[0] + mb_entropy * w[1]).sum().backward()
-        logprobs[batch.tokens] = mb_logprobs.detach().double()
+        logprobs[batch.token_index] = mb_logprobs.detach().double()
     assert not logprobs.isnan().any(), "a trained token has no place in the packs"
     return logprobs, [p.grad.clone() for p in policy.parameters()]
 
@@ -129,14 +129,15 @@ def test_packing_variants_give_the_same_logprobs_and_gradients(tiny_config, dtyp
     policy = random_policy(tiny_config, dtype)
     episodes = random_episodes(3)
     # one episode, no padding
-    reference = losses_and_gradients(policy, episodes, budget=1, share_prompts=False)
+    unshared = Layout(share_prompts=False)
+    reference = losses_and_gradients(policy, episodes, budget=1, layout=unshared)
     variants = {
         "shared, one micro-batch": {"budget": 10_000},
         "shared, small budget": {"budget": 40},
-        "padded": {"budget": 60, "multiple": 32, "share_prompts": False},
-        "packed unshared": {"budget": 200, "share_prompts": False},
+        "padded": {"budget": 60, "layout": Layout(share_prompts=False, multiple=32)},
+        "packed unshared": {"budget": 200, "layout": unshared},
         "another order": {"budget": 60, "order": [7, 2, 11, 0, 4, 9, 1, 3, 10, 5, 8, 6]},
-        "rows": {"budget": 60, "rows": True},
+        "rows": {"budget": 60, "layout": Layout(rows=True)},
     }
     in_rows = random_policy(deepcopy(tiny_config), dtype)
     in_rows.attention = "rows"
@@ -171,7 +172,7 @@ def test_shared_prompts_save_tokens():
     episodes = random_episodes(5, prompts=4, samples=8)
     index = TokenIndex(episodes)
     shared = pack(episodes, range(32), index, budget=500)
-    unshared = pack(episodes, range(32), index, budget=500, share_prompts=False)
+    unshared = pack(episodes, range(32), index, budget=500, layout=Layout(share_prompts=False))
     num_shared = sum(batch.input_ids.numel() for batch in shared)
     num_unshared = sum(batch.input_ids.numel() for batch in unshared)
     # an episode that trains nothing is in no pack
@@ -188,12 +189,13 @@ def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
         for batch in pack(episodes, range(len(episodes)), index, budget=budget):
             assert batch.input_ids.numel() <= budget
     policy = random_policy(tiny_config)
-    empty = _build(episodes, [], index)
+    empty = build_micro_batch(episodes, [], index, Layout())
     logprobs, entropy = policy(empty)
     (logprobs.sum() + entropy.sum()).backward()
     assert empty.input_ids.shape == (1, 1)
     assert len(logprobs) == 0
-    assert _build(episodes, [], index, multiple=128).input_ids.shape == (1, 128)
+    padded = build_micro_batch(episodes, [], index, Layout(multiple=128))
+    assert padded.input_ids.shape == (1, 128)
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
@@ -294,7 +296,8 @@ def test_layout_by_hand():
         Episode(0, 0, [5, 6], [7, 8], [1, 1], [0.0, 0.0], "stop"),
         Episode(0, 1, [5, 6], [9], [1], [0.0], "stop"),
     ]
-    (batch,) = pack(episodes, [0, 1], TokenIndex(episodes), budget=100, multiple=4)
+    layout = Layout(multiple=4)
+    (batch,) = pack(episodes, [0, 1], TokenIndex(episodes), budget=100, layout=layout)
     assert batch.units == [[2, 2, 1], [3]]
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
@@ -509,7 +512,9 @@ def test_compiled_layers_serve_packs_of_every_length_under_fsdp(
     graphs_before = counters["stats"]["unique_graphs"]
     with torch.no_grad():
         for budget in (128, 256, 384, 512, 640):
-            for batch in pack(episodes, range(len(episodes)), index, budget=budget, multiple=128):
+            for batch in pack(
+                episodes, range(len(episodes)), index, budget=budget, layout=Layout(multiple=128)
+            ):
                 lengths.add(batch.input_ids.shape[1])
                 with forward_context(compiled):
                     logprobs, _ = compiled(batch)

@@ -33,7 +33,7 @@ import grpo
 import ppo
 from common.distributed import World
 from common.metrics import Means
-from common.packing import Minibatch, TokenIndex, _build, pack
+from common.packing import Layout, Minibatch, TokenIndex, build_micro_batch, pack
 from common.types import Episode
 
 OBJECTIVES = ["ppo", "gspo", "cispo"]
@@ -360,7 +360,7 @@ def test_a_token_knows_its_episode_and_the_engine_before_the_update(script):
     tokens_of = [[lp for lp, m in zip(e.logprobs, e.loss_mask) if m] for e in episodes]
     trained = [(i, len(mine), lp) for i, mine in enumerate(tokens_of) for lp in mine]
     tokens = vars(script.Tokens.of(episodes, TokenIndex(episodes), torch.device("cpu")))
-    columns = [tokens.pop(name) for name in ("episodes", "lengths", "rollout_logprobs")]
+    columns = [tokens.pop(name) for name in ("episode_of_token", "lengths", "rollout_logprobs")]
     assert [x.tolist() for x in columns] == [
         pytest.approx(column) for column in zip(*trained, strict=True)
     ]
@@ -417,7 +417,7 @@ def dense_reference(case, args, old):
     """(gradient, [loss, entropy, clipped, KL]) of all tokens by their definitions."""
     index = TokenIndex(case.episodes)
     owner = index.episode_of_token
-    columns = {"logprobs": case.logprobs, "entropy": case.entropy, "episodes": owner}
+    columns = {"logprobs": case.logprobs, "entropy": case.entropy, "episode_of_token": owner}
     columns |= {"advantages": case.advantages[owner], "old_logprobs": old}
     columns |= {"rollout_logprobs": case.rollout, "ref_logprobs": case.ref}
     columns = {name: column.tolist() for name, column in columns.items()}
@@ -558,6 +558,12 @@ def test_ppos_loss_is_the_ppo_objectives(case, correction):
         assert results[0][1].any() and not results[0][1].all()
 
 
+def test_a_policy_that_has_moved_far_has_finite_metrics(case):
+    """e^1000 is above all floats; a NaN or an infinity in a log says nothing."""
+    far = SimpleNamespace(**vars(case) | {"old": case.old - 1000})
+    assert all(map(math.isfinite, ours(far, arguments())[1]))
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_curiositys_gradient_is_the_ppo_objectives_without_dual_clip(case, reduction):
     """Its `backward` is written without corrections, entropy and KL."""
@@ -647,7 +653,7 @@ def test_a_rank_without_tokens_adds_nothing(case, reduction):
             entropy_coef=0.1,
         )
         empty, options = (
-            Minibatch([], 7.0, 3.0, [_build([], [], index)]),
+            Minibatch([], 7.0, 3.0, [build_micro_batch([], [], index, Layout())]),
             {"store_old_logprobs": True},
         )
         means = grpo.backward(case.policy, empty, nothing, args, ALONE, **options)

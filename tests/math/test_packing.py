@@ -1,6 +1,7 @@
 """Packer: minibatches as micro-batches that fit, smaller ones when memory runs out, and passes that
 fill in a column."""
 
+import math
 import mmap
 import random
 import resource
@@ -14,6 +15,8 @@ import pytest
 import torch
 from episodes import random_episodes
 from helpers import make_args, random_policy, relative_l2, skip_where_no_step_is_repeated, split_of
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from vl import write_tied_llama
 
@@ -22,6 +25,7 @@ from common.distributed import abandon_backward, forward_context, make_mesh, wra
 from common.limits import status_bytes
 from common.memory.halving import RESERVE, halve_budget, limited_memory
 from common.models import load_model
+from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex
 from common.types import Episode
 from grpo import split_minibatches
@@ -64,13 +68,13 @@ def sizes(minibatch) -> list[int]:
 
 def test_minibatches_hold_every_trained_token_once_and_their_counts(case):
     split = split_minibatches(case.episodes, list(range(60)), 2, seed=3, step=4)
-    assert [m.episodes for m in case.minibatches] == split
+    assert [m.episode_indices for m in case.minibatches] == split
     all_tokens = []
     for minibatch, selected in zip(case.minibatches, split, strict=True):
         lengths = case.index.lengths[selected]
         assert minibatch.num_tokens == lengths.sum()
         assert minibatch.num_sequences == (lengths > 0).sum()
-        tokens = torch.cat([batch.tokens for batch in minibatch.micro_batches])
+        tokens = torch.cat([batch.token_index for batch in minibatch.micro_batches])
         assert set(case.index.episode_of_token[tokens].tolist()) <= set(selected)
         assert len(sizes(minibatch)) > 1
         assert max(sizes(minibatch)) <= BUDGET
@@ -146,7 +150,7 @@ def test_micro_batches_are_nine_tenths_full(shape, budget, world):
         for unit in batch.units:
             assert unit[0] == shape[2]
             responses.update(unit[1:])
-        tokens += batch.tokens.tolist()
+        tokens += batch.token_index.tolist()
     assert responses == Counter(len(episode.response_ids) for episode in episodes)
     assert sorted(tokens) == list(range(len(index)))
     num_prompts, _, prompt_tokens, _ = shape
@@ -403,6 +407,90 @@ def test_on_one_rank_weights_are_cast_once_a_step(case, tiny_config, stays_gathe
         policy.zero_grad()
 
 
+class Layer(nn.Linear):
+    pass
+
+
+class TwoLayers(nn.Module):
+    """The second one sees some inputs only, as a vision tower those with pictures."""
+
+    _no_split_modules = ("Layer",)
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.first = Layer(8, 8, dtype=dtype)
+        self.second = Layer(8, 8, dtype=dtype)
+        self.head = nn.Linear(8, 1, dtype=dtype)
+
+    def forward(self, inputs: torch.Tensor, has_second: bool) -> torch.Tensor:
+        hidden = self.first(inputs)
+        if has_second:
+            hidden = hidden + self.second(inputs)
+        return self.head(hidden.tanh())
+
+
+def weights_after_steps(
+    world, dtype: torch.dtype, compute_dtype: torch.dtype, stays_gathered: bool
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Weights after four steps of three micro-batches, and the norms of their gradients. All are
+    clipped, the second is skipped, the third is begun anew after one and two micro-batches."""
+    torch.manual_seed(0)
+    model = wrap_model(
+        TwoLayers(dtype), make_mesh(world, "fsdp"), compute_dtype, stays_gathered=stays_gathered
+    )
+    optimizer = GuardedAdamW(model, compute_dtype, weight_decay=0.01, max_grad_norm=0.1)
+
+    def backward(inputs: torch.Tensor, step: int, num: int = 3) -> None:
+        for i in range(num):
+            with forward_context(model, last=i == 2):
+                loss = model(inputs[i], has_second=(step + i) % 2 == 1).square().sum()
+                (loss * (torch.inf if (step, i) == (1, 1) else 1.0)).backward()
+
+    norms = []
+    for step in range(4):
+        inputs = torch.randn(3, 5, 8, dtype=dtype)
+        if step == 2 and hasattr(model, "reset_iter_state"):  # of torch 2.13
+            for num in (1, 2):
+                backward(inputs, step, num)
+                abandon_backward(model)
+        backward(inputs, step)
+        norms.append(optimizer.step(1e-2).reduce()["optim/grad_norm"])
+    return [parameter.full_tensor() for parameter in model.parameters()], norms
+
+
+@pytest.mark.parametrize(
+    "dtype, compute_dtype",
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_gradients_reduced_once_a_step_are_those_of_each_micro_batch(
+    case, dtype, compute_dtype, monkeypatch
+):
+    """To the last bit; also where one micro-batch leaves a layer out, first or last."""
+    num_reductions = []
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def counted(*arguments):
+        num_reductions[-1] += 1
+        return reduce(*arguments)
+
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", counted)
+    runs = []
+    for stays_gathered in (True, False):
+        num_reductions.append(0)
+        runs.append(weights_after_steps(case.world, dtype, compute_dtype, stays_gathered))
+    (weights, norms), (expected, expected_norms) = runs
+    assert [math.isfinite(norm) for norm in norms] == [True, False, True, True]
+    assert min(norm for norm in norms if math.isfinite(norm)) > 0.1, "the clip is active"
+    assert norms[:1] + norms[2:] == expected_norms[:1] + expected_norms[2:]
+    assert all(map(torch.equal, weights, expected))
+    assert num_reductions[0] == 4 * 3  # units, of which the root is one
+    assert num_reductions[1] > 2 * num_reductions[0]
+
+
 def test_a_head_tied_to_the_embeddings_is_gathered_with_them_once(case, tmp_path):
     """Read in shards, too: transformers ties them after FSDP2 has counted the parameters."""
     wrap = partial(wrap_model, mesh=make_mesh(case.world, "fsdp"), compute_dtype=torch.bfloat16)
@@ -422,12 +510,12 @@ def test_fill_writes_the_first_output_for_each_token_and_nothing_else(case):
     result = torch.full((len(case.index),), torch.nan, dtype=torch.float64)
     first, second = case.minibatches
     case.packer.fill(result, case.policy, [first], 0.8)
-    tokens_of_first = torch.cat([batch.tokens for batch in first.micro_batches])
+    tokens_of_first = torch.cat([batch.token_index for batch in first.micro_batches])
     assert not result[tokens_of_first].isnan().any()
     assert result.isnan().sum() == second.num_tokens
     for batch in first.micro_batches:
         logprobs, _ = case.policy(batch, 0.8)
-        assert torch.equal(result[batch.tokens], logprobs.detach())
+        assert torch.equal(result[batch.token_index], logprobs.detach())
     assert not result.requires_grad
     assert all(p.grad is None for p in case.policy.parameters())
 
@@ -436,7 +524,7 @@ def test_fill_takes_a_model_of_one_output(case):
     class Places(torch.nn.Module):
         def forward(self, batch):
             assert not torch.is_grad_enabled()
-            return 2.0 * batch.tokens
+            return 2.0 * batch.token_index
 
     result = torch.zeros(len(case.index))
     case.packer.fill(result, Places(), case.minibatches)

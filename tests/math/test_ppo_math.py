@@ -15,7 +15,7 @@ import ppo
 from common.distributed import World
 from common.hub import FOLDERS
 from common.metrics import explained_variance, rollout_means, rollout_metrics
-from common.packing import Minibatch, TokenIndex, pack
+from common.packing import Layout, Minibatch, TokenIndex, pack
 from common.pictures import PixelLimits
 from common.types import Episode
 from ppo import Critic
@@ -338,7 +338,8 @@ def test_the_critics_gradient_is_that_of_the_dense_loss_however_it_is_split(case
     reference = [p.grad.clone() for p in critic.parameters()]
     critic.model.set_attn_implementation("shared_prompts")
     for budget, order, share in itertools.product((1, 45, 10_000), (1, -1), (True, False)):
-        sums, gradients = gradient(case, args, budget, order, share_prompts=share)
+        layout = Layout(share_prompts=share)
+        sums, gradients = gradient(case, args, budget, order, layout=layout)
         assert relative_l2(gradients, reference) < 1e-10, (budget, order, share)
         assert sums[0] == pytest.approx(total.item(), rel=1e-5)
 
@@ -378,7 +379,7 @@ def test_the_critics_gradient_by_finite_differences(case):
     def loss_after_move(step: float) -> float:
         for parameter, d in zip(critic.parameters(), direction):
             parameter.add_(step * d)
-        values = critic(batch)[batch.tokens.argsort()]
+        values = critic(batch)[batch.token_index.argsort()]
         return (0.5 * (values - tokens.returns).square()).mean().item()
 
     h = 1e-6

@@ -184,11 +184,11 @@ def test_log_probs_and_gradients_are_those_of_single_trajectories(
         )
         policy = with_exact_norms(policy)
         logprobs = torch.full((len(index),), torch.nan, dtype=torch.float64)
-        options = {"budget": 600, "vision": vision} | layout_of(attention)
+        options = {"budget": 600, "layout": layout_of(attention), "vision": vision}
         for batch in pack(episodes, range(len(episodes)), index, **options):
             batch_logprobs, _ = policy(batch, 0.9)
-            logprobs[batch.tokens] = batch_logprobs.detach()
-            (batch_logprobs @ weights[batch.tokens]).backward()
+            logprobs[batch.token_index] = batch_logprobs.detach()
+            (batch_logprobs @ weights[batch.token_index]).backward()
         assert relative_l2([logprobs], [expected.detach()]) < bound
         gradients = [p.grad for p in policy.model.parameters()]
         assert relative_l2(gradients, expected_gradients) < bound

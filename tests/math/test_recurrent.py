@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import common.recurrent
 from common.models import Policy, load_model
-from common.packing import TokenIndex, pack
+from common.packing import Layout, TokenIndex, pack
 from common.recurrent import (
     RECURRENT_MODELS,
     convolution_over_pack,
@@ -118,13 +118,14 @@ def ragged_episodes() -> list[Episode]:
 def packed(policy: Policy, episodes: list[Episode], multiple: int = 16):
     """Log-probs and entropies [T] from two packs, the second of several units and padding."""
     index = TokenIndex(episodes)
-    batches = pack(episodes, range(len(episodes)), index, budget=128, multiple=multiple)
+    layout = Layout(multiple=multiple)
+    batches = pack(episodes, range(len(episodes)), index, budget=128, layout=layout)
     assert [len(batch.units) for batch in batches] == [2, 3]
     logprobs, entropies = torch.zeros(2, len(index), dtype=policy.model.dtype)
     for batch in batches:
         batch_logprobs, batch_entropies = policy(batch, TEMPERATURE)
-        logprobs = logprobs.index_copy(0, batch.tokens, batch_logprobs)
-        entropies = entropies.index_copy(0, batch.tokens, batch_entropies)
+        logprobs = logprobs.index_copy(0, batch.token_index, batch_logprobs)
+        entropies = entropies.index_copy(0, batch.token_index, batch_entropies)
     return logprobs, entropies
 
 

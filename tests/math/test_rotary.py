@@ -102,7 +102,7 @@ def packed_logprobs(policy, episodes: list[Episode], budget: int = 1000) -> list
     index = TokenIndex(episodes)
     result = torch.zeros(len(index))
     for batch in pack(episodes, range(len(episodes)), index, budget=budget):
-        result[batch.tokens] = policy(batch)[0]
+        result[batch.token_index] = policy(batch)[0]
     return list(result.split(index.lengths.tolist()))
 
 

@@ -16,7 +16,7 @@ from vl import image, picture, reference_positions, trajectories, video, write_t
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
 from common.models import load_model
-from common.packing import TokenIndex, pack
+from common.packing import Layout, TokenIndex, pack
 from common.pictures import Media, PixelLimits
 from common.vision import attend_in_windows, load_vision
 
@@ -42,7 +42,7 @@ def packed_logprobs(policy, episodes, vision, **options) -> torch.Tensor:
     index = TokenIndex(episodes)
     result = torch.full((len(index),), torch.nan)
     for batch in pack(episodes, range(len(episodes)), index, vision=vision, **options):
-        result[batch.tokens] = policy(batch, 0.9)[0]
+        result[batch.token_index] = policy(batch, 0.9)[0]
     return result
 
 
@@ -76,21 +76,20 @@ def test_packed_trajectories_have_the_logprobs_of_single_ones(
     episodes = trajectories(vision)
     assert {len(e.media) for e in episodes} >= {0, 1, 2, 3, 4}
     with torch.no_grad():
-        packed = packed_logprobs(
-            policy, episodes, vision, budget=budget, share_prompts=share, multiple=multiple
-        )
+        layout = Layout(share_prompts=share, multiple=multiple)
+        packed = packed_logprobs(policy, episodes, vision, budget=budget, layout=layout)
         single = reference_logprobs(policy, episodes, vision)
     assert relative_l2([packed], [single]) < 1e-5
 
 
+@pytest.mark.slow  # by default test_numerics.py has flex attention in packs of text
 @torch.no_grad()
 def test_flex_attention_reads_pictures_too(policy, folder, vision, eager_compiler):
     """Under its own name transformers would refuse it to Qwen2.5-VL."""
     options = {"dtype": torch.float32, "vision": vision, "compile_layers": True}
     flex, episodes = load_model(folder, "flex", **options), trajectories(vision)
-    logprobs = [
-        packed_logprobs(p, episodes, vision, budget=300, multiple=128) for p in (flex, policy)
-    ]
+    options = {"budget": 300, "layout": Layout(multiple=128)}
+    logprobs = [packed_logprobs(p, episodes, vision, **options) for p in (flex, policy)]
     assert relative_l2(*([x] for x in logprobs)) < 1e-5
 
 
@@ -122,7 +121,7 @@ def test_a_picture_of_a_group_is_encoded_once(policy, vision, monkeypatch):
         range(len(episodes)),
         TokenIndex(episodes),
         budget=10_000,
-        share_prompts=False,
+        layout=Layout(share_prompts=False),
         vision=vision,
     )
     assert len(apart.media) == len(batch.media) and len(apart.slots) > len(batch.slots)

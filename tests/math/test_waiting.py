@@ -15,13 +15,14 @@ import pytest
 import torch
 from episodes import random_episodes
 from helpers import make_args, random_policy, split_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vl import trajectories, write_tiny_vl
 
 import common.attention
 import common.logprobs
 import curiosity_rl
+import distill
 import grpo
 import ppo
 import sft
@@ -31,6 +32,7 @@ from common.models import attention_implementation, load_model
 from common.optimizer import GuardedAdamW
 from common.packing import Packer, TokenIndex, pack
 from common.pictures import PixelLimits
+from common.teacher import Predictor
 from common.vision import load_vision
 
 META = World(rank=0, size=1, local_rank=0, device=torch.device("meta"))
@@ -43,11 +45,15 @@ SCRIPTS = {
     "critic": ppo,
     "curiosity_rl": curiosity_rl,
     "sft": sft,
+    "distill": distill,
+    "sampled": distill,
 }
 FLAGS = {
     "grpo": {"correction": "sequence", "kl_loss_coef": 0.1, "entropy_coef": 0.1},
     "gspo": {"objective": "gspo", "reduction": "grpo"},
     "ppo": {"correction": "mask", "kl_loss_coef": 0.1},
+    "distill": {"divergence": "jsd"},
+    "sampled": {"estimator": "sampled"},
 }
 
 
@@ -103,8 +109,7 @@ def update_of(name: str, config, attention: str, world: World):
     packer = Packer(attention, 128, Path("nowhere"), world)
     (minibatch,) = packer.minibatches(episodes, index, split_of(episodes, 1, seed=0, step=0))
     assert len(minibatch.micro_batches) > 2
-    model = random_policy(config, torch.float32)
-    model.attention = attention
+    model = policy_of(config, attention)
     script = SCRIPTS[name]
     arguments = {"minibatch": minibatch, "world": world}
     if script is sft:
@@ -114,7 +119,21 @@ def update_of(name: str, config, attention: str, world: World):
     if name == "critic":
         model = ppo.Critic(model.model.base_model, attention)
         return model, partial(ppo.critic_backward, **arguments)
+    if script is distill:
+        policies = [model, policy_of(config, attention, seed=1)]
+        student, teacher = (Predictor(policy.model, attention) for policy in policies)
+        models = nn.ModuleList([student, teacher.requires_grad_(False)])
+        arguments |= {"first_epoch": True, "store_old_logprobs": True}
+        return models, partial(distill.backward, **arguments)
     return model, partial(script.backward, **arguments, store_old_logprobs=True)
+
+
+def policy_of(config, attention: str, seed: int = 0):
+    policy = random_policy(config, torch.float32, seed)
+    policy.attention = attention
+    config = policy.model.config
+    config._attn_implementation = attention_implementation(config, attention, vision=None)
+    return policy
 
 
 @pytest.mark.parametrize(
@@ -126,8 +145,6 @@ def test_a_micro_batch_asks_its_device_nothing(name, attention, tiny_config, wai
     flash = SimpleNamespace(flash_attn_varlen_func=without_kernel)
     monkeypatch.setitem(sys.modules, "flash_attn", flash)
     model, backward = update_of(name, tiny_config, attention, META)
-    config = model.model.config
-    config._attn_implementation = attention_implementation(config, attention, vision=None)
     model.to("meta")
     with waits:
         backward(model)
@@ -146,8 +163,8 @@ def test_a_forward_pass_asks_its_device_nothing(tiny_config, waits):
     index = TokenIndex(episodes)
     packer = Packer("flex", 128, Path("nowhere"), META)
     minibatches = packer.minibatches(episodes, index, split_of(episodes, 1, seed=0, step=0))
-    model = torch.nn.Module()
-    model.forward = lambda batch: batch.tokens.float()
+    model = nn.Module()
+    model.forward = lambda batch: batch.token_index.float()
     with waits:
         packer.fill(torch.empty(len(index), device="meta"), model, minibatches)
     assert waits.num_copies > 0
@@ -179,7 +196,10 @@ def test_an_optimizer_step_reads_two_values_at_most(name, tiny_config, world):
     assert waits.num_reads <= 2
 
 
-@pytest.mark.parametrize("kind, num_bounds", [("qwen2_5_vl", 2), ("qwen3_vl", 1)])
+@pytest.mark.parametrize(
+    "kind, num_bounds",
+    [("qwen2_5_vl", 2), pytest.param("qwen3_vl", 1, marks=pytest.mark.slow)],
+)
 def test_a_vision_tower_reads_the_bounds_of_pictures_once(kind, num_bounds, tmp_path, monkeypatch):
     """For all of its layers; Qwen2.5-VL's have the bounds of windows or those of frames."""
     folder = str(write_tiny_vl(tmp_path, kind=kind))

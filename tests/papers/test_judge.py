@@ -21,6 +21,7 @@ from helpers import ROOT, deadline, run_script, steps_of
 from judges import LocalJudge
 
 from common.rewards import AT_ONCE, RewardWorkers
+from papers.pyvision import check_judge
 from papers.pyvision import judge as judging
 from papers.pyvision.judge import TRIES, Judge, open_judge
 from papers.pyvision.judge_prompt import EXAMPLES, Case, messages, verdict_of
@@ -260,7 +261,7 @@ def test_a_body_is_bounded(body, serve):
     assert server.asked.count("other") == TRIES
 
 
-@pytest.mark.parametrize("fault", ["maybe", 500, 400, b"[]"])
+@pytest.mark.parametrize("fault", ["maybe", pytest.param(500, marks=pytest.mark.slow), 400, b"[]"])
 def test_a_case_without_a_verdict_is_told_and_the_others_are_judged(fault, serve):
     def behave(number, answer):
         time.sleep(0.01)
@@ -452,6 +453,20 @@ def test_no_judge_at_the_start(serve, monkeypatch, capsys):
     assert f"warning: a judge does not answer: {host_of(dead)}" in capsys.readouterr().out
 
 
+def test_a_test_call_asks_every_judge_whatever_the_probe_is_set_to(serve, monkeypatch, capsys):
+    server = serve()
+    monkeypatch.setenv("JUDGE_URLS", server.url)
+    monkeypatch.setenv("JUDGE_PROBE", "0")
+    check_judge.main()
+    assert len(server.asked) == 2
+    assert capsys.readouterr().out == "a judge answers, and judges both pairs rightly\n"
+    open_judge.cache_clear()
+    dead = dead_url()
+    monkeypatch.setenv("JUDGE_URLS", dead)
+    with pytest.raises(SystemExit, match=rf"^JUDGE_URLS: no judge answers \({host_of(dead)}"):
+        check_judge.main()
+
+
 # --- as a reward function -------------------------------------------------------------------------
 
 
@@ -524,7 +539,7 @@ def test_an_outage_beyond_the_deadline_leaves_responses_without_a_score(serve, w
     )
 
 
-@pytest.mark.parametrize("fault", ["hangs", 503])
+@pytest.mark.parametrize("fault", ["hangs", pytest.param(503, marks=pytest.mark.slow)])
 def test_an_outage_holds_all_responses_of_a_step_up_once(fault, serve, workers):
     """Four times 64 calls take the time of 64. In the next step it is back."""
     is_back = threading.Event()

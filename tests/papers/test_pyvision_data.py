@@ -158,13 +158,13 @@ def test_pictures_that_the_prompt_does_not_show_go_to_the_interpreter(media, vis
     assert data[2].tools == {
         "python": {"video_clue_0": {"kind": "video", "frames": frames, "fps": 2.0}}
     }
-    assert row_tools(data.record(0), PYTHON) == {"python": {}}
+    assert row_tools(data.file_row(0), PYTHON) == {"python": {}}
     text = vision.processor.tokenizer.decode(data[2].prompt_ids)
     assert "Frame Width: 50; Frame Height: 40;\nVideo Length: 2; Sample FPS: 2.00" in text
     assert "<|video_pad|>" not in text
     with pytest.raises(ValueError, match="tools_kwargs names python, which --tools does not offer"):
         load(media, vision, tools={"other": PYTHON["python"]})
-    assert "no --tools are given" in ignored_request(data.record(1), {}, "none")
+    assert "no --tools are given" in ignored_request(data.file_row(1), {}, "none")
 
 
 @pytest.mark.parametrize("file", ["out.parquet", "rows.json"])
@@ -183,14 +183,14 @@ def test_a_row_can_be_read_again(media, vision, file):
         ]
 
     for i in range(2):
-        record = deepcopy(data.record(i))
+        record = deepcopy(data.file_row(i))
         row = data[i]
         expected = deepcopy(contents(row))
         for part in (row.prompt, row.prompt_ids, row.tools["python"], row.extra_info, row.media):
             part.clear()
-        data.record(i)["extra_info"].clear()
+        data.file_row(i)["extra_info"].clear()
         assert contents(data[i]) == expected != contents(row)
-        assert data.record(i) == record
+        assert data.file_row(i) == record
     (shown,) = data[0].media
     (again,) = data[0].media
     assert shown is not again
@@ -403,7 +403,7 @@ def test_the_facts_of_a_video_file(media, vision):
     data = load(media, vision)
     assert (
         "Frame Width: 64; Frame Height: 48;\nVideo Length: 10; Sample FPS: 25.00"
-        in data.record(0)["prompt"][0]["content"]
+        in data.file_row(0)["prompt"][0]["content"]
     )
     video = {"kind": "file", "frames": [(media / "clip.mp4").read_bytes()], "fps": 25.0}
     assert data[0].tools == {"python": {"video_clue_0": video}}

@@ -119,7 +119,9 @@ def test_a_cold_start_is_what_reinforcement_learning_asks_and_answers(
     assert endings == {("stop", False, False), ("stop", True, False), ("stop", True, True)}
 
 
-def test_the_demos_rows_are_prompts(vision, blank, workers, tmp_path):
+def test_the_demos_rows_are_prompts(vision, blank, workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(mosaic, "RL_ROWS", 64)  # pictures that nobody looks at
+    monkeypatch.setattr(mosaic, "EVAL_ROWS", 64)
     tiny_vl_python.write_demo_data(tmp_path)
     options = {"max_prompt_tokens": 64, "vision": vision, "tools": workers.tools}
     prompts = prompts_of(str(tmp_path / "eval.parquet"), tokenizer=load_tokenizer(blank), **options)

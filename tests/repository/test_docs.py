@@ -50,6 +50,7 @@ THEIRS = {
         "signals-to-handle",
     },
     "pip": {"index-url"},
+    "hf": {"repo-type", "local-dir"},
     "docker": {"shm-size", "network", "ipc", "security-opt", "cap-drop", "privileged"},
     "sbatch": {"signal", "requeue"},
 }

@@ -237,11 +237,16 @@ def test_the_ground_is_light():
     assert {name: said for name, said in found.items() if said != ["", []]} == {}
 
 
-def test_what_waits_for_torch_waits_for_it_alone():
+@pytest.mark.parametrize(
+    "some_scripts",
+    [["grpo.py", "sft.py"], pytest.param(SCRIPTS, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_what_waits_for_torch_waits_for_it_alone(some_scripts):
     """A script's --help, and a process group, which opens without pictures."""
     later = ["transformers", "vllm", "sympy", "pandas", "PIL"]
     later += ["torch.distributed.fsdp", "torch.distributed.checkpoint"]
-    scripts = [[str(ROOT / script), "--help"] for script in SCRIPTS]
+    scripts = [[str(ROOT / script), "--help"] for script in some_scripts]
     groups = [["common.distributed"], ["common.precision"]]
     found = probe(scripts + groups, later, preload=["torch", "tyro._backends._tyro_backend"])
     for (name, *_), allowed in [(script, {"PIL"}) for script in scripts] + [
@@ -261,6 +266,7 @@ def test_every_module_can_be_the_first_to_be_imported():
     } == {}
 
 
+@pytest.mark.slow  # by default test_docs.py reads their flags
 def test_every_benchmark_answers_help():
     files = [f"tests/bench/{name}.py" for name in sorted(stems("tests/bench"))]
     for name in files:

@@ -8,15 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import checked_args
+from helpers import checked_args, memory_phases
 from model_configs import VISION, YOUNGER, published_config
 from pages import PAGES, split_commands, text, without_heredocs
 
 from common.flags import EMBEDDED
-from common.memory.plan import memory_phases, no_rollout
+from common.memory.plan import no_rollout
 from common.memory.remedies import longest
 
 ROOM = 0.92  # share of a card that may be planned with, as in docs/scaling.md
+SMALL = 25.3  # GB of a card of 24 GB: an RTX 4090 reports 23.55 GiB
 MADE = {
     "runs/gsm8k/model": "0.5B",
     "runs/gsm8k-defaults/model": "0.5B",
@@ -38,8 +39,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 def recipes(page: str) -> list[tuple[int, str]]:
-    """(GB of a card, command) of each training or evaluation: 32 where a V100 is spoken of, else
-    80."""
+    """(GB of a card, command) of each training or evaluation: 32 where a V100 is spoken of, SMALL
+    where a card of 24 GB is, else 80."""
     found, content = [], text(page)
     for block in re.finditer(r"^```bash\n(.*?)^```$", content, flags=re.MULTILINE | re.DOTALL):
         section = content[: block.start()].rpartition("\n#")[2]
@@ -53,6 +54,8 @@ def recipes(page: str) -> list[tuple[int, str]]:
                     else [""]
                 )
                 card = 32 if "V100" in spoken_of else 80
+                if "one card of 24 GB:" in spoken_of.replace("\n", " "):
+                    card = SMALL
                 found += [(card, command.replace("$size", size)) for size in sizes]
     return found
 
@@ -120,6 +123,24 @@ def test_recipes_and_their_cards_are_found():
         "Qwen2.5-1.5B --output-dir runs/tinyzero-1.5B" in command
         for _, command in found["docs/recipes.md"]
     )
+
+
+def test_recipes_for_one_card_of_24_gb_are_found_and_need_their_flags(folders, monkeypatch):
+    small = [command for card, command in recipes("docs/recipes.md") if card == SMALL]
+    assert [size_of(re.search(r"--model (\S+)", command)[1]) for command in small] == [
+        "0.5B",
+        "1.5B",
+        "3B",
+        "7B",
+    ]
+    for command, flag in (
+        (small[0], "--gradient-checkpointing "),
+        (small[2], "--lora-rank 32 "),
+        (small[3], "--offload base "),
+    ):
+        larger = command.replace(flag, "")
+        assert larger != command
+        assert gigabytes(larger, SMALL, folders, monkeypatch) > ROOM * SMALL, flag
 
 
 def test_tinyzeros_3b_fits_on_two_cards(folders, monkeypatch):

@@ -128,7 +128,11 @@ def test_results_are_in_the_order_of_the_responses(start):
     )
 
 
-@pytest.mark.parametrize("text", FAILURES)
+@pytest.mark.parametrize(
+    "text",
+    # "block" takes ten seconds
+    [pytest.param(text, marks=pytest.mark.slow if text == "block" else []) for text in FAILURES],
+)
 def test_a_failure_costs_its_own_response(start, text):
     pool = start()
     with deadline(60):
@@ -138,6 +142,7 @@ def test_a_failure_costs_its_own_response(start, text):
     assert pool.score([job("3")]) == [scored(3)]
 
 
+@pytest.mark.slow  # by default test_reward_workers.py has it
 def test_after_memory_error_the_worker_is_new(start):
     pool = start()
     before, failed = pool.score([job("1"), job("hoard")])

@@ -26,7 +26,7 @@ from common.rewards import (
     visual_qa,
 )
 from common.rewards.answers import is_equal, normalize
-from common.rewards.formulas import Unreadable, read
+from common.rewards.formulas import Unreadable, read_formula
 from common.rewards.math import last_boxed, score_boxed, score_dapo, score_gsm8k, verl_gsm8k
 
 DATA = ROOT.parent / "shared" / "data" / "math"
@@ -485,6 +485,11 @@ EQUAL = [  # in both directions
     (r"\tan 45^\circ", "1"),
     (r"\sin^2x+\cos^2x", "1"),
     (r"\log_2 8", "3"),
+    # only a lone whole number before a fraction is mixed with it
+    (r"2^3\frac{1}{2}", "4"),
+    (r"3!\frac{1}{2}", "3"),
+    (r"\sin 2\frac{1}{2}", r"\sin 2.5"),
+    (r"|\lfloor 2|x|\rfloor+1|", r"|1+\lfloor 2|x|\rfloor|"),
 ]
 UNEQUAL = [  # answer, ground truth
     ("11_3", "11_2"),  # numbers in other bases
@@ -939,6 +944,12 @@ def test_marks_and_case_of_symbols_count_for_pictures(answer, truth):
         r"\cosh(\cosh(\log_{\arcsin(\pi)}(e^{100})))",
         r"\ln(-1)",
         "(" * 50 + "5" + ")" * 50,
+        "(" * 39 + r"\lfloor\lfloor x\rfloor\rfloor" + ")" * 39,
+        r"\sin_2 x",
+        r"\ln_2 8",
+        r"\log_2_3 8",
+        r"\sin^2^3 x",
+        r"\log_2 8 3",
         r"\sum_{k=1}^{9} k",
         r"\int_0^1 x dx",
         "2 3",
@@ -956,7 +967,7 @@ def test_marks_and_case_of_symbols_count_for_pictures(answer, truth):
 )
 def test_what_is_not_read_is_compared_by_its_spelling(text):
     with pytest.raises(Unreadable):
-        read(text)
+        read_formula(text)
     assert not is_equal(text, "x+1") and not is_equal("x+1", text)
 
 

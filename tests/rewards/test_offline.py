@@ -406,11 +406,12 @@ def test_the_table_of_an_evaluation_is_that_of_its_samples(tmp_path, script, ran
 def test_the_documented_command_runs(tmp_path, capsys, monkeypatch):
     """docs/recipes.md, as pasted, but for the file, which is made here."""
     page = (ROOT / "docs/recipes.md").read_text()
-    (block,) = [
-        b for b in re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S) if "common.score" in b
-    ]
-    commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
-    assert [words[:3] for words in commands] == [["python", "-m", "common.score"]] * len(commands)
+    commands = []
+    for block in re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("python -m common.score"):
+                commands.append(shlex.split(line, comments=True))
+    assert len(commands) == 4
     numbers = re.search(r"```python\n(# number\.py.*?)```", page, re.S)[1]
     (tmp_path / "number.py").write_text(numbers)
     said = ["<answer>1</answer>", "#### 1"]
@@ -423,7 +424,11 @@ def test_the_documented_command_runs(tmp_path, capsys, monkeypatch):
         flags = tyro.cli(Scoring, args=words[3:])
         if flags.response_column == "completion":
             Path(flags.file).parent.mkdir(parents=True)
-            write(Path(flags.file), [row(0, completion="#### 1", responses=None)])
+            samples = [row(0, completion=text, responses=None, row=0) for text in ("#### 1", "2")]
+            write(Path(flags.file), samples)
+        if flags.rows:
+            Path(flags.rows).parent.mkdir(parents=True)
+            write(Path(flags.rows), [row(0)])
         score_file(flags)
         assert "rows accuracy 95 % interval" in capsys.readouterr().out
 
@@ -441,3 +446,55 @@ def test_a_deadline_that_the_function_has_itself_is_not_given_in_vain(tmp_path, 
     monkeypatch.setattr(sys, "argv", ["score"])
     score_file(flags)
     assert [sample["score"] for sample in read(tmp_path / "a_scored.jsonl")] == [1.0, 1.0]
+
+
+# --- a pass-rate filter ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_rows_of_a_pass_rate_are_kept_as_they_are(tmp_path, capsys, suffix):
+    """An evaluation of `rows` has their numbers; some have no sample."""
+    rows = [row(i) for i in range(6)]
+    data = write(tmp_path / f"train{suffix}", rows)
+    right = {0: 0, 1: 1, 3: 2, 4: 4}  # row -> right samples of 4
+    samples = []
+    for group, (number, num_right) in enumerate(right.items()):
+        for i in range(4):
+            text = f"#### {number + 1}" if i < num_right else "#### 9"
+            truth = rows[number]["reward_model"]
+            sample = {"data_source": "openai/gsm8k", "completion": text, "reward_model": truth}
+            samples.append(sample | {"group": group, "row": number})
+    file = write(tmp_path / "samples.parquet", samples)
+    flags = Scoring(file, response_column="completion", keep=(0.25, 0.5), rows=data)
+    score_file(flags)
+    kept = tmp_path / f"train_kept{suffix}"
+    all_rows = read(data)
+    assert read(kept) == [all_rows[1], all_rows[3]]
+    line = "2 of 6 rows are right in 25% to 50% of their responses; 1 in fewer, 1 in more, 2 have"
+    assert f"{line} none: {kept}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"0 of 6 rows .*; nothing is kept"):
+        score_file(Scoring(file, response_column="completion", keep=(0.6, 0.9), rows=data))
+    assert read(kept) == [all_rows[1], all_rows[3]], "an old file stays"
+
+
+def test_rows_with_their_responses_are_kept(tmp_path):
+    file = write(tmp_path / "verl.parquet", [row(i) for i in range(3)])
+    score_file(Scoring(file, keep=(0.3, 1.0)))
+    assert [r["extra_info"]["index"] for r in read(tmp_path / "verl_kept.parquet")] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ({"rows": "a.parquet"}, "--rows is for --keep"),
+        ({"keep": (0.8, 0.2)}, "--keep 0.8 0.2: expected two shares"),
+        ({"keep": (20, 80)}, "--keep 20 80: expected two shares"),
+        ({"keep": (0.2, 0.8), "rows": "a.parquet"}, "FILE has the row None, expected a number"),
+    ],
+)
+def test_filters_that_cannot_work(tmp_path, monkeypatch, flags, problem):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.parquet", [row(i) for i in range(3)])
+    with pytest.raises(SystemExit, match=problem):
+        score_file(Scoring("a.parquet", **flags))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]

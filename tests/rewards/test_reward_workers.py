@@ -322,6 +322,7 @@ def test_terminate_ends_a_child_however_it_was_started(start):
     assert signals == dict.fromkeys(WAYS, float(signal.SIGTERM))
 
 
+@pytest.mark.slow  # by default children die with their worker
 def test_a_pool_of_processes_in_a_function_ends(start):
     """Also where its processes have only just been forked."""
     assert start(count=1, timeout_s=30.0).score([job("pools")] * 2) == [{"score": 1.0}] * 2

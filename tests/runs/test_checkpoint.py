@@ -8,13 +8,23 @@ import os
 import shutil
 import time
 import weakref
+from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import ROOT, checkpoints_of, load_checkpoint, run_script, save_checkpoint, trained
+from helpers import (
+    ROOT,
+    SCRIPTS,
+    checkpoints_of,
+    load_checkpoint,
+    run_script,
+    save_checkpoint,
+    trained,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +34,8 @@ from common import ending, shards
 from common.checkpoint import CheckpointError, Checkpoints, on_all_ranks
 from common.data.order import RowOrder
 from common.distributed import broadcast_object, gather_objects
-from common.job import lock_everywhere
+from common.flags import Run
+from common.job import Job, check_run, lock_everywhere
 from common.optimizer import GuardedAdamW, make_moments
 from common.shards import file_numbers, find_checkpoint, saved_weights
 from common.steps import seed_step
@@ -34,7 +45,7 @@ def save(folder, step, world, keep=1, best=False, seed=0):
     save_checkpoint(folder, step, trained(seed), world, state={"best": 0.5}, keep=keep, best=best)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_two_ranks_then_one_then_two_have_the_same_bits(tmp_path, kind):
     """Weights, moments and the position in the data, as they are loaded."""
     worker = ROOT / "tests" / "workers" / "reshard.py"
@@ -659,3 +670,87 @@ def test_an_error_whose_text_begins_with_an_empty_line_is_an_error(world):
 
     with pytest.raises(CheckpointError, match=r"^the server is away$"):
         on_all_ranks(fail)
+
+
+@pytest.mark.parametrize(
+    "save_every, start, total_steps, told",
+    [
+        (0, 0, 40, True),
+        (20, 0, 20, True),
+        (20, 0, 21, False),
+        (20, 20, 40, True),
+        (20, 25, 41, False),
+        (20, 40, 40, False),  # nothing is left to do
+        ("epoch", 0, 20, False),
+    ],
+)
+def test_a_run_without_a_checkpoint_before_its_end_says_so(
+    save_every, start, total_steps, told, tmp_path, world, capsys
+):
+    checkpoints = checkpoints_of(tmp_path, trained(), world)
+    checkpoints.save_every = save_every
+    checkpoints.start = start
+    checkpoints.note_if_none_is_due(total_steps)
+    line = (
+        f"no checkpoint is due before the end (--save-every {save_every}, {total_steps} steps); "
+        "SIGTERM and Ctrl-C save one\n"
+    )
+    assert capsys.readouterr().out == (line if told else "")
+
+
+def test_a_refused_run_leaves_no_empty_folder(tmp_path, world, monkeypatch):
+    (tmp_path / "there").mkdir()
+    for name, is_left in (("runs/a", False), ("there", True), ("runs/b", True)):
+        end = ExitStack()
+        monkeypatch.setattr("common.job.at_end", end)
+        lock_everywhere(tmp_path / name, world)
+        if name == "runs/b":
+            (tmp_path / name / "config.json").write_text("{}")
+        end.close()
+        assert (tmp_path / name).is_dir() == (tmp_path / name).parent.is_dir() == is_left
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, world, capsys):
+    save(tmp_path, 20, world)
+    checkpoint = tmp_path / "checkpoints/step_000020"
+    run = SimpleNamespace(record=True, checkpoint=checkpoint, output_dir=tmp_path)
+    Job.leave_if_finished(run, 20)  # without its model/, which the run then writes
+    config = tmp_path / "model/config.json"
+    config.parent.mkdir()
+    config.write_text("{}")
+    Job.leave_if_finished(run, 21)
+    evaluation = SimpleNamespace(**vars(run) | {"record": False})
+    Job.leave_if_finished(evaluation, 20)
+    anew = SimpleNamespace(**vars(run) | {"checkpoint": None})
+    Job.leave_if_finished(anew, 20)
+    shutil.copytree(tmp_path / "model", tmp_path / "branch/model")
+    branch = SimpleNamespace(**vars(run) | {"output_dir": tmp_path / "branch"})
+    Job.leave_if_finished(branch, 20)
+    os.utime(config, (1, 1))  # of an earlier end, with fewer steps
+    Job.leave_if_finished(run, 20)
+    assert capsys.readouterr().out == ""
+    config.touch()
+    with pytest.raises(SystemExit) as end:
+        Job.leave_if_finished(run, 20)
+    assert end.value.code == 0
+    assert capsys.readouterr().out == (
+        f"nothing left to do: {checkpoint} has all 20 steps, {tmp_path}/model is the model; "
+        "more steps: --total-steps\n"
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_script_looks_whether_it_is_finished_before_it_loads_anything(script):
+    text = (ROOT / script).read_text()
+    assert text.count("job.leave_if_finished(total_steps)") == 1
+    assert text.index("job.leave_if_finished(total_steps)") < text.index("job.load_policy(")
+
+
+def test_a_tracker_that_is_not_installed_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr("common.job.find_spec", lambda name: None if name == "wandb" else name)
+    check_run(Run(log="tensorboard"))
+    with pytest.raises(
+        SystemExit,
+        match=r"^--log tensorboard,wandb: wandb is not installed: pip install wandb$",
+    ):
+        check_run(Run(log="tensorboard,wandb"))

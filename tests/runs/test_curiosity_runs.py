@@ -1,5 +1,4 @@
-"""curiosity_rl.py as its users run it, on the embedded vision policy: real torchrun ranks, real
-vLLM, real crops."""
+"""curiosity_rl.py as its users run it, on the embedded vision policy: ranks, engines, crops."""
 
 import pyarrow.parquet as pq
 import pytest
@@ -8,6 +7,7 @@ from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, steps
 FEW_ROWS = [ROOT / "tests" / "workers" / "few_rows.py", "curiosity_rl.py"]
 SIZES = ["--prompts-per-step", 8, "--samples-per-prompt", 2, "--eval-rows", 4, "--tool-workers", 2]
 SIZES += ["--max-response-tokens", 96, *LITTLE_CACHE]
+HF = ["--engine", "hf"]
 STEPS = [
     "--total-steps",
     2,
@@ -24,7 +24,7 @@ STEPS = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_script(*FEW_ROWS, *SIZES, *STEPS, "--output-dir", folder, ranks=2)
+    run_script(*FEW_ROWS, *SIZES, *STEPS, *HF, "--output-dir", folder)
     return folder
 
 
@@ -37,7 +37,8 @@ def rows_of(folder, step: int) -> list[dict]:
     return pq.read_table(folder / f"rollouts/step_{step:06d}.parquet").to_pylist()
 
 
-def test_the_demo_looks_and_is_rewarded(whole):
+def check_demo(whole) -> None:
+    """It looks, and is rewarded for that."""
     steps = steps_of(whole)
     assert sorted(steps) == [0, 1, 2]
     for step in (1, 2):
@@ -65,11 +66,15 @@ def test_the_demo_looks_and_is_rewarded(whole):
     assert kinds == {True, False}, "groups that the filter drops, and others"
 
 
+def test_the_demo_looks_and_is_rewarded(whole):
+    check_demo(whole)
+
+
 def test_a_resume_equals_an_uninterrupted_run(whole, tmp_path):
     """The last step, again from the checkpoint before it."""
     before = whole / "checkpoints/step_000001"
     options = [*data_of(whole), "--resume", before, "--output-dir", tmp_path]
-    run_script("curiosity_rl.py", *SIZES, *STEPS, *options, ranks=2)
+    run_script("curiosity_rl.py", *SIZES, *STEPS, *HF, *options)
     assert steps_of(tmp_path) == {2: steps_of(whole)[2]}
     assert steps_of(whole)[2]["optim/grad_norm"] > 0
     weights = [
@@ -79,23 +84,17 @@ def test_a_resume_equals_an_uninterrupted_run(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
-    arguments = [
-        "curiosity_rl.py",
-        *SIZES,
-        *STEPS,
-        *data_of(whole),
-        "--output-dir",
-        tmp_path / "killed",
-    ]
+def test_kill_and_resume_with_vllm_equals_an_uninterrupted_run(tmp_path):
+    """On two ranks."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_script(*FEW_ROWS, *SIZES, *STEPS, "--output-dir", whole, ranks=2)
+    check_demo(whole)
+    arguments = ["curiosity_rl.py", *SIZES, *STEPS, *data_of(whole), "--output-dir", killed]
     kill_once(*arguments, ranks=2, after_step=1)
     run_script(*arguments, ranks=2)
-    assert any(record.get("event") == "resumed" for record in metrics_of(tmp_path / "killed"))
-    assert steps_of(tmp_path / "killed") == steps_of(whole)
-    weights = [
-        (folder / "model" / "model.safetensors").read_bytes()
-        for folder in (whole, tmp_path / "killed")
-    ]
+    assert any(record.get("event") == "resumed" for record in metrics_of(killed))
+    assert steps_of(killed) == steps_of(whole)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (whole, killed)]
     assert weights[0] == weights[1]
 
 
@@ -123,6 +122,6 @@ def test_by_torchrun(whole, tmp_path):
 def test_replay_of_a_dump_repeats_its_update(whole, tmp_path):
     dump, before = whole / "rollouts/step_000002.parquet", whole / "checkpoints/step_000001"
     replay = ["--replay", dump, "--resume", before, *data_of(whole), "--output-dir", tmp_path]
-    run_script("curiosity_rl.py", *SIZES, *STEPS, *replay, ranks=2)
+    run_script("curiosity_rl.py", *SIZES, *STEPS, *HF, *replay)
     names = ("policy/loss", "optim/grad_norm", "policy/rollout_logprob_gap", "reward/mean")
     assert [steps_of(tmp_path)[2][n] for n in names] == [steps_of(whole)[2][n] for n in names]

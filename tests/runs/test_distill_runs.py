@@ -1,4 +1,4 @@
-"""distill.py as its users run it: ranks, real vLLM, embedded student and teacher; what rows and
+"""distill.py as its users run it: ranks, engines, embedded student and teacher; what rows and
 flags are refused."""
 
 import json
@@ -35,7 +35,7 @@ OPTIONS += ["--eval-rows", 8, "--eval-every", 0, "--total-steps", 3, "--save-eve
 OPTIONS += ["--keep-checkpoints", 3, "--dump-rollouts-every", 1, "--micro-batch-tokens", 256]
 TAUGHT = ["--teacher", "tiny-teacher", "--eval-teacher", "--divergence", "jsd", "--minibatches", 2]
 TAUGHT += ["--teacher-prompt-column", "extra_info.hint", "--teacher-temperature", 0.9]
-TAUGHT += ["--data-share", 0.34, *LITTLE_CACHE]
+TAUGHT += ["--data-share", 0.34, "--engine", "hf"]
 
 
 def write_rows(file, **columns) -> str:
@@ -74,8 +74,8 @@ def whole(tmp_path_factory, rows):
     return folder, done.stdout
 
 
-def test_a_run_learns_from_its_teacher_and_from_the_data_set(whole):
-    folder, output = whole
+def check_run(folder: Path, output: str) -> None:
+    """Of three steps with TAUGHT."""
     assert "teacher: eval/accuracy" in output
     (event,) = [record for record in metrics_of(folder) if record.get("event") == "teacher"]
     assert {"eval/teacher_accuracy", "eval/teacher_reward"} <= event.keys()
@@ -87,6 +87,22 @@ def test_a_run_learns_from_its_teacher_and_from_the_data_set(whole):
         assert 0 < metrics["distill/divergence"] < 0.7 and metrics["distill/teacher_entropy"] > 0
         assert 0 < metrics["distill/agreement"] < 1 and metrics["distill/teacher_logprob"] < 0
         assert metrics["reward/failed"] == 0 and "reward/unscored_steps" not in metrics
+
+
+def test_a_run_learns_from_its_teacher_and_from_the_data_set(whole):
+    check_run(*whole)
+
+
+@pytest.mark.slow  # by default test_grpo_runs.py samples by vLLM on two ranks
+def test_a_run_with_vllm_and_its_resume(rows, tmp_path):
+    options = [*OPTIONS, *TAUGHT, "--engine", "vllm", *LITTLE_CACHE]
+    options += ["--train-data", rows, "--eval-data", rows]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    check_run(whole, run_script("distill.py", *options, "--output-dir", whole, ranks=2).stdout)
+    before = whole / "checkpoints/step_000001"
+    run_script("distill.py", *options, "--resume", before, "--output-dir", resumed, ranks=2)
+    for step in (2, 3):
+        assert steps_of(resumed)[step] == steps_of(whole)[step]
 
 
 def test_a_dump_has_divergences_and_what_the_teacher_read(whole):
@@ -107,6 +123,7 @@ def test_a_dump_has_divergences_and_what_the_teacher_read(whole):
         assert row["completion"].startswith("<think>") and set(row["logprobs"]) == {0.0}
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py and test_curiosity_runs.py do
 def test_a_resume_equals_an_uninterrupted_run(whole, rows, tmp_path):
     folder, _ = whole
     options = [*OPTIONS, *TAUGHT, "--train-data", rows, "--eval-data", rows]
@@ -123,6 +140,7 @@ def test_a_resume_equals_an_uninterrupted_run(whole, rows, tmp_path):
     assert exports[0].read_bytes() == exports[1].read_bytes()
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py replays
 def test_replay_repeats_an_update_bit_for_bit(whole, rows, tmp_path):
     folder, _ = whole
     taught = [flag for flag in TAUGHT if flag != "--eval-teacher"]
@@ -143,6 +161,7 @@ def test_a_replay_needs_the_prompts_that_the_teacher_read(column, prompt):
     check_replayed_prompts([episode], Path("dump"), "hint" if prompt else None)
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py has another reference
 def test_another_teacher_is_refused_by_a_resume(whole, rows, tmp_path):
     options = [*OPTIONS, "--teacher", "tiny", "--engine", "hf"]
     options += ["--train-data", rows, "--eval-data", rows]
@@ -210,6 +229,7 @@ def test_a_student_that_sees_and_calls_tools(tmp_path):
             assert all(value == 0 for value, is_trained in pairs if not is_trained)
 
 
+@pytest.mark.slow  # by default test_grpo_faults.py runs out of memory
 def test_out_of_memory_repeats_the_step_with_the_same_gradient(rows, tmp_path):
     """It runs out in a backward of step 2, with a teacher beside."""
     skip_where_no_step_is_repeated("fsdp")
@@ -236,6 +256,7 @@ def test_out_of_memory_repeats_the_step_with_the_same_gradient(rows, tmp_path):
         ("--teacher x --response-column y", "needs a --data-share"),
         ("--teacher x --clip-low 0.1", "--estimator sampled, and several --minibatches"),
         ("--teacher x --eval-teacher", "needs a --teacher and --eval-data"),
+        ("--teacher x --eval-teacher --eval-data y --eval-only", "--eval-data, and no --eval-only"),
         ("--teacher x --minibatches 200", "a minibatch needs a prompt"),
         ("--teacher x --objective cispo", "grpo.py has it"),
     ],
@@ -276,7 +297,7 @@ def hint_or(value):
     [
         ({}, "line 4: prompt is None"),
         ({"hint": ""}, "line 4: prompt is empty"),
-        ({"hint": "1 " * 60}, "longer than --max-prompt-tokens and --max-response-tokens together"),
+        ({"hint": "1 " * 60}, "longer than --max-prompt-tokens plus --max-response-tokens: "),
     ],
 )
 def test_prompts_of_the_teacher_are_checked_row_by_row(value, reason, tmp_path):

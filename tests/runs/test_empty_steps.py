@@ -54,6 +54,7 @@ def test_a_step_without_a_token_has_no_loss_and_no_kl(script, tmp_path):
         assert set(row["loss_mask"]) == {1}, "a dump says what was sampled, not what was trained"
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py evaluates alone
 def test_an_evaluation_needs_no_step_left_for_the_policy(tmp_path):
     options = [
         "--model",
@@ -119,7 +120,8 @@ def fn(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.parametrize(
     "script, ranks, steps",  # y: a step's responses are scored; n: none of them
     [
-        ("grpo.py", 2, "ynynnn"),
+        ("grpo.py", 2, "ynnn"),
+        pytest.param("grpo.py", 2, "ynynnn", marks=pytest.mark.slow),
         pytest.param("ppo.py", 0, "ynnn", marks=pytest.mark.slow),
         pytest.param("curiosity_rl.py", 0, "ynnn", marks=pytest.mark.slow),
     ],

@@ -64,7 +64,10 @@ def check_gaps(family: str, result: dict) -> None:
 
 @pytest.mark.parametrize(
     "engine, families",
-    [("vllm", ["smollm3", "qwen3_moe"]), ("hf", ["gemma2", "falcon_h1"])],
+    [
+        ("vllm", ["smollm3", "qwen3_moe"]),
+        pytest.param("hf", ["gemma2", "falcon_h1"], marks=pytest.mark.slow),
+    ],
 )
 def test_engines_run_and_follow_models_that_need_care(engine, families, tmp_path):
     """The other repairs are needed in the table of all families."""

@@ -159,7 +159,7 @@ class Rows(list):
     apart = 1  # between two rows `apart - 1` were dropped
     files = SimpleNamespace(suffix=".parquet")
 
-    def record(self, i: int) -> dict:
+    def file_row(self, i: int) -> dict:
         extra = {
             "index": i,
             "tools_kwargs": {"python": {"create_kwargs": {"image_hint_0": b"large"}}},

@@ -47,7 +47,7 @@ def run(tmp_path_factory, world):
     folder, policy = tmp_path_factory.mktemp("runs") / "ppo", load_model(FOLDERS["tiny"], "sdpa")
     trained = {
         "policy": (policy, None),
-        "critic": (load_model(FOLDERS["tiny"], "sdpa", make=Critic), None),
+        "critic": (load_model(FOLDERS["tiny"], "sdpa", model_class=Critic), None),
     }
     identity = {"script": "ppo", "model": model_identity(FOLDERS["tiny"])}
     with torch.no_grad():

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import get_args, get_type_hints
 from unittest.mock import Mock
 
@@ -21,7 +22,7 @@ import distill
 import grpo
 import ppo
 import sft
-from common import flags
+from common import command_line, flags
 from common.command_line import check_ranges, expanded_arguments, flag, flat, refuse_idle
 from common.data.prompts import PromptData
 from common.flags import Data, Rollout, check_shared, parse
@@ -120,9 +121,11 @@ def was_refused(name: str, value: float, hint: object) -> str | None:
 
 
 @every_script
-def test_numbers_out_of_their_range_are_refused_by_their_flag(script):
+def test_numbers_out_of_their_range_are_refused_by_their_flag(script, monkeypatch):
     """In whichever group they are; those that may also be None, too."""
+    monkeypatch.setattr(command_line, "get_type_hints", cache(get_type_hints))  # a millisecond
     names = numeric(script)
+    types = hints(script.Args)
     assert len(names) >= 20 and {
         "seed",
         "micro_batch_tokens",
@@ -131,10 +134,8 @@ def test_numbers_out_of_their_range_are_refused_by_their_flag(script):
     } <= set(names)
     for name in names:
         for value in NUMBERS:
-            args, problem = (
-                make_args(script, **{name: value}),
-                was_refused(name, value, hints(script.Args)[name]),
-            )
+            args = make_args(script, **{name: value})
+            problem = was_refused(name, value, types[name])
             if problem is None:
                 check_ranges(args)
                 continue
@@ -542,6 +543,116 @@ def test_keys_of_verl_and_trl_and_flags_that_are_gone_are_answered(given, messag
         called(monkeypatch, grpo, *given)
     assert str(refusal.value).startswith(f"grpo.py has no {message}")
     assert str(refusal.value).endswith("; see docs/from_verl_trl.md")
+
+
+# the command of TinyZero's scripts/train_tiny_zero.sh, as its notes and logs have it
+TINYZERO = """
+data.train_files=countdown/train.parquet
+data.val_files=countdown/test.parquet
+data.train_batch_size=256
+data.val_batch_size=1312
+data.max_prompt_length=256
+data.max_response_length=1024
+actor_rollout_ref.model.path=Qwen2.5-0.5B
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.ppo_mini_batch_size=128
+actor_rollout_ref.actor.ppo_micro_batch_size=8
+actor_rollout_ref.rollout.log_prob_micro_batch_size=8
+actor_rollout_ref.rollout.tensor_model_parallel_size=1
+actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+actor_rollout_ref.ref.log_prob_micro_batch_size=4
+critic.model.enable_gradient_checkpointing=True
+critic.optim.lr=1e-5
+critic.model.path=Qwen2.5-0.5B
+critic.ppo_micro_batch_size=8
+algorithm.kl_ctrl.kl_coef=0.001
+trainer.logger=[wandb]
++trainer.val_before_train=False
+trainer.default_hdfs_dir=null
+trainer.n_gpus_per_node=1
+trainer.nnodes=1
+trainer.save_freq=100
+trainer.test_freq=100
+trainer.project_name=TinyZero
+trainer.experiment_name=countdown-qwen2.5-0.5b
+trainer.total_epochs=15
+"""
+# of Pixel Reasoner's instruction_tuning/sft.sh
+SFT_SH = """
+--deepspeed zero2.json --output_dir output/test --model_name_or_path Qwen2.5-VL-7B-Instruct
+--datasetpath processed.json --lr_scheduler_type cosine --warmup_ratio 0.1 --eval_strategy no
+--per_device_train_batch_size 1 --gradient_accumulation_steps 2 --logging_steps 1 --bf16
+--learning_rate 1e-6 --torch_dtype bfloat16 --data_seed 49 --report_to none
+--gradient_checkpointing true --attn_implementation flash_attention_2 --num_train_epochs 5
+--run_name test --save_strategy epoch --save_steps 100 --save_only_model true
+--freeze_vision_modules true
+"""
+NOTHING = "nothing that we know of"
+
+
+def answers_to(monkeypatch, script, pasted: str) -> dict[str, str]:
+    """{key: its answer} of the one refusal of a pasted command line."""
+    with pytest.raises(SystemExit) as refusal:
+        called(monkeypatch, script, *pasted.split())
+    first, *lines, last = str(refusal.value).splitlines()
+    assert first == f"{script.__name__}.py takes none of these {len(lines)}:"
+    assert last == "see docs/from_verl_trl.md"
+    return dict(line.removeprefix("  ").split(": ", maxsplit=1) for line in lines)
+
+
+def test_a_pasted_command_of_tinyzero_is_answered_at_once(monkeypatch):
+    answers = answers_to(monkeypatch, ppo, TINYZERO)
+    keys = [line.partition("=")[0].lstrip("+") for line in TINYZERO.split()]
+    assert list(answers) == keys and len(keys) == 29
+    assert not any(NOTHING in answer or "row above" in answer for answer in answers.values())
+    assert answers["data.train_batch_size"].startswith("here --prompts-per-step (")
+    assert "GiB" in answers["actor_rollout_ref.rollout.gpu_memory_utilization"]
+    assert "tokens, not sequences" in answers["critic.ppo_micro_batch_size"]
+    unset = re.sub("=.*", "=", TINYZERO)  # $BASE_MODEL and its like are not set in this shell
+    assert answers_to(monkeypatch, ppo, unset) == answers
+
+
+def test_a_pasted_command_of_pixel_reasoner_is_answered_at_once(monkeypatch):
+    answers = answers_to(monkeypatch, sft, SFT_SH)
+    given = {flag(word.removeprefix("--")) for word in SFT_SH.split() if word.startswith("--")}
+    assert answers.keys() == given - {"--output-dir", "--learning-rate"}
+    assert answers["--datasetpath"].startswith("here --train-data (")
+    assert answers["--gradient-checkpointing"].startswith("takes no value: ")
+
+
+def test_what_nobody_knows_is_listed_beside_what_is_answered(monkeypatch):
+    answers = answers_to(monkeypatch, grpo, "--beta 0.1 --nobodys 3 data.nobodys=3 --data.mine=1")
+    assert [name for name, answer in answers.items() if answer.startswith(NOTHING)] == [
+        "data.nobodys",
+        "--data.mine",
+        "--nobodys",
+    ]
+
+
+@pytest.mark.parametrize("given", ["trainer.nobodys=1", "+nobodys=1", "--trainer.nobodys=1"])
+def test_any_key_with_a_dot_or_a_plus_is_answered_with_the_page(given, monkeypatch):
+    name = given.removeprefix("+").partition("=")[0]
+    message = re.escape(f"grpo.py has no {name}: {NOTHING}; see docs/from_verl_trl.md")
+    with pytest.raises(SystemExit, match=f"^{message}$"):
+        called(monkeypatch, grpo, given)
+
+
+@pytest.mark.parametrize(
+    "given", [["true"], ["False"], ["=1"]], ids=["true", "False", "an equals sign"]
+)
+@pytest.mark.parametrize("name", ["gradient-checkpointing", "eval_before", "compile"])
+def test_a_switch_takes_no_value(name, given, monkeypatch):
+    words = [f"--{name}{given[0]}"] if given[0].startswith("=") else [f"--{name}", *given]
+    name = name.replace("_", "-")
+    with pytest.raises(
+        SystemExit, match=f"^--{name} takes no value: write --{name}, or --no-{name}$"
+    ):
+        called(monkeypatch, grpo, "--seed", "3", *words)
+
+
+def test_a_file_behind_a_flag_is_no_key(monkeypatch):
+    args, _ = called(monkeypatch, grpo, "--train-data", "year.of=2024.parquet")
+    assert args.data.train_data == "year.of=2024.parquet"
 
 
 def test_values_and_names_of_ours_are_not_looked_up(monkeypatch):

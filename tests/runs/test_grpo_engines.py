@@ -20,7 +20,11 @@ KINDS = ROOT / "tests" / "workers" / "kinds.py:kinds"
 
 @pytest.mark.parametrize(
     "model, orders",
-    [("tiny", []), ("tied", ["--orders"]), pytest.param("smollm2", [], marks=pytest.mark.slow)],
+    [
+        ("tied", ["--orders"]),
+        pytest.param("tiny", [], marks=pytest.mark.slow),
+        pytest.param("smollm2", [], marks=pytest.mark.slow),
+    ],
 )
 def test_engine_and_trainer_agree_after_each_sync(model, orders, tmp_path):
     """Real vLLM, fp32. SmolLM2 ties its head to the embeddings, which a careless sync leaves
@@ -138,17 +142,20 @@ def test_engines_are_exact_with_experts_and_without_a_class_of_vllm(
     assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
 
 
-def test_ranks_and_strategies_take_the_same_first_step(tmp_path):
+@pytest.mark.parametrize(
+    "two_ranks",
+    [
+        ["--strategy", "ddp", "--micro-batch-tokens", 100],
+        pytest.param(["--micro-batch-tokens", 100], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_and_strategies_take_the_same_first_step(two_ranks, tmp_path):
     """fp32, Hugging Face engine: rollouts depend on seeds alone, so loss and gradient norm must
     agree."""
     records = {}
     # the second one needs the pass for old log-probs
     minibatches = ["--minibatches", 2, "--learning-rate", 0]
-    for name, ranks, options in (
-        ("one rank", 0, []),
-        ("two ranks", 2, ["--micro-batch-tokens", 100]),
-        ("two ranks ddp", 2, ["--strategy", "ddp"]),
-    ):
+    for name, ranks, options in (("one rank", 0, []), ("two ranks", 2, two_ranks)):
         common = [
             *SMALL,
             "--dtype",
@@ -248,6 +255,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(first, then, sharded, again, t
     assert relative_l2(*([tensors[name] for name in sorted(tensors)] for tensors in weights)) < 1e-5
 
 
+@pytest.mark.slow  # by default test_sft_runs.py has the overflow
 def test_fp16_with_an_overflow_on_one_rank_skips_the_step_on_both(tmp_path):
     """And a run without one skips none."""
     options = [*SMALL, "--prompts-per-step", 2, "--max-response-tokens", 16, "--dtype", "fp16"]

@@ -8,7 +8,16 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import LITTLE_CACHE, ROOT, kill_once, metrics_of, run_script, split_of, steps_of
+from helpers import (
+    LITTLE_CACHE,
+    ROOT,
+    kill_once,
+    memory_phases,
+    metrics_of,
+    run_script,
+    split_of,
+    steps_of,
+)
 from model_folders import other_weights
 from safetensors.torch import load_file
 from scripted import LIMITS
@@ -18,7 +27,6 @@ from common.export import Args, main
 from common.flags import Data, Machine, Rollout, Run
 from common.hub import FOLDERS
 from common.job import Job
-from common.memory.plan import memory_phases
 from common.precision import choose_dtype
 from common.rollout.dumps import load_rollouts
 from common.types import Episode
@@ -216,6 +224,7 @@ def test_what_replaces_flat_groups_does_not_depend_on_who_was_faster(tmp_path):
 def test_replay_repeats_an_update_bit_for_bit(whole, tmp_path):
     replay = ["--resume", whole / "checkpoints/step_000002", "--output-dir", tmp_path / "replay"]
     replay += ["--replay", whole / "rollouts/step_000003.parquet", *data_of(whole)]
+    replay += ["--engine", "hf"]  # which evaluates alone
     run_script("grpo.py", *OPTIONS, *replay, ranks=2)
     assert micro_batch_tokens(tmp_path / "replay") == 256, "another folder takes them, too"
     weights = [
@@ -241,10 +250,12 @@ def test_a_fork_is_a_copy(tmp_path):
     """It trains and evaluates by its own default, from a checkpoint under its own name; that one
     goes on, test_sft_runs.py tests."""
     text = (ROOT / "grpo.py").read_text()
-    default = "    learning_rate: Amount = 1e-6  # peak\n"
+    default = "    learning_rate: Amount = 1e-6  # peak of the schedule\n"
     assert text.count(default) == 1
     fork = tmp_path / "my_grpo.py"
-    fork.write_text(text.replace(default, "    learning_rate: Amount = 3e-6  # peak\n"))
+    fork.write_text(
+        text.replace(default, "    learning_rate: Amount = 3e-6  # peak of the schedule\n")
+    )
     rows = [{"data_source": "countdown", "prompt": [{"role": "user", "content": "1 2 = 3"}]}]
     rows[0]["reward_model"] = {"ground_truth": {"numbers": [1, 2], "target": 3}}
     data = tmp_path / "rows.jsonl"

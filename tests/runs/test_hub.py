@@ -2,11 +2,13 @@
 machine."""
 
 import json
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import unquote
 
 import pytest
@@ -231,3 +233,31 @@ def test_a_tokenizer_comes_without_weights(hub):
 )
 def test_names_of_the_hub(name, parts):
     assert split_hub_id(name) == parts
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/path", "./no/such/path", "../no-such-path", "runs/no-such/model"]
+)
+def test_a_path_is_answered_as_a_path(name, monkeypatch):
+    monkeypatch.setattr("common.hub.download", Mock(side_effect=AssertionError("asked the hub")))
+    with pytest.raises(SystemExit, match=rf"^--model {re.escape(name)}: there is no such folder$"):
+        resolve_model(name)
+
+
+def test_a_checkpoint_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.hub.download", Mock(side_effect=AssertionError("asked the hub")))
+    monkeypatch.chdir(tmp_path)
+    step = Path("runs/a/checkpoints/step_000020")
+    step.mkdir(parents=True)
+    latest = step.parent / "latest"
+    latest.write_text(step.name)
+    for path, source in ((step, step), (latest, Path("runs/a"))):
+        message = (
+            f"--model {path}: a checkpoint is no model. python -m common.export {source} --model "
+            "BASE --out FOLDER makes one of it; a run that has ended leaves runs/a/model"
+        )
+        with pytest.raises(SystemExit, match=f"^{re.escape(message)}$"):
+            resolve_model(str(path))
+    with pytest.raises(SystemExit, match=r"^--critic-model notes: a file; give the folder"):
+        Path("notes").touch()
+        resolve_model("notes", "--critic-model")

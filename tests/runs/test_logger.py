@@ -559,14 +559,18 @@ def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, worl
         attention="sdpa",
         compile=False,
         micro_batch_tokens=64,
+        activation_memory=0.7,
         engine_memory=0.0,
     )
-    checkpoints = SimpleNamespace(resumes_own=False, warn_if_large=lambda: None)
+    checkpoints = SimpleNamespace(
+        resumes_own=False, warn_if_large=lambda: None, note_if_none_is_due=lambda steps: None
+    )
     open_logger(job, Run(model="org/model@main/checkpoint-1"), 1, checkpoints).close()
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["args"]["model"] == "org/model@main/checkpoint-1"
     assert config["chosen"].get("model_commit", "") == commit
     assert config["chosen"]["micro_batch_tokens"] == 64
+    assert config["chosen"]["activation_memory"] == 0.7
     assert config["chosen"]["compile"] is False
 
 

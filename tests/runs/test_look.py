@@ -31,6 +31,17 @@ from common.types import FINISH_REASONS
 LIMITS = PixelLimits(784, 16 * 784, 4 * 784)
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path_factory, monkeypatch):
+    """Where `look` is called, and writes."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
+def drawn(path: Path) -> Path:
+    """What `look` draws of a run that does not lie in the current folder."""
+    return Path("look") / path.relative_to("/")
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(str(FOLDERS["tiny"]))
@@ -50,20 +61,48 @@ def run_dir(tmp_path, tokenizer, world):
     return tmp_path
 
 
+def content(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
 def test_a_run_gets_its_curves_and_the_pages_that_it_lacks(run_dir, capsys):
-    first, second = (run_dir / f"rollouts/step_00000{step}.html" for step in (1, 2))
-    first.write_text("as it was")
+    first, second = (drawn(run_dir / f"rollouts/step_00000{step}.html") for step in (1, 2))
+    (run_dir / "rollouts/step_000001.html").write_text("as the run wrote it")
+    save_samples(run_dir / "eval/step_000001.parquet", 1)
+    before = content(run_dir)
     look(run_dir)
-    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert first.read_text() == "as it was"
+    assert drawn(run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not first.exists()
     page = second.read_text()
     assert "step 2" in page and "advantage +0.5" in page and "not trained on" in page
     assert [n for n in range(10) if f"<h2>Prompt {n}</h2>" in page] == list(range(8)), (
         "the first eight groups"
     )
-    assert capsys.readouterr().out.splitlines() == [str(run_dir / "curves.png"), str(second)]
+    samples = drawn(run_dir / "eval/step_000001.html")
+    assert capsys.readouterr().out.splitlines() == [
+        str(path) for path in (drawn(run_dir / "curves.png"), samples, second)
+    ]
     look(run_dir / "rollouts/step_000001.parquet")
     assert "step 1" in first.read_text(), "a dump that is named gets its page anew"
+    for time, text in ((1, "step 2"), (None, "of now")):
+        second.write_text("of now")
+        if time is not None:
+            os.utime(second, (time, time))
+        look(run_dir)
+        assert text in second.read_text(), "drawn again only if it is older than its dump"
+    assert content(run_dir) == before, "what is looked at stays as it is"
+
+
+def test_pages_stand_in_out_and_never_in_a_run(run_dir, monkeypatch, capsys):
+    before = content(run_dir)
+    monkeypatch.chdir(run_dir.parent)
+    look(run_dir, out=Path("pages"))
+    assert Path("pages", run_dir.name, "rollouts/step_000002.html").is_file()
+    monkeypatch.chdir(run_dir)
+    for path in (Path("."), Path("rollouts/step_000001.parquet")):
+        with pytest.raises(SystemExit, match="--out look is in it, and it stays as it is"):
+            look(path)
+    assert content(run_dir) == before
 
 
 def links(page) -> list[tuple[str, str]]:
@@ -144,7 +183,7 @@ def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_fac
     with pytest.raises(SystemExit, match="give --tokenizer"):
         look(run_dir)
     look(run_dir, tokenizer="tiny")
-    assert (run_dir / "rollouts/step_000001.html").is_file()
+    assert drawn(run_dir / "rollouts/step_000001.html").is_file()
 
 
 def test_pictures_come_from_the_files_beside_a_dump(tmp_path, world):
@@ -382,7 +421,7 @@ def test_a_bad_argument_costs_itself_alone(run_dir, tmp_path_factory, capsys):
     warnings = [line for line in output if line.startswith("warning: ")]
     assert len(warnings) == 4 and "give --tokenizer" in warnings[0]
     assert [line for line in output if line not in warnings] == [
-        str(run / "curves.png") for run in (run_dir, good)
+        str(drawn(run / "curves.png")) for run in (run_dir, good)
     ]
     assert all(
         str(path) in line and told[path.name] in line for path, line in zip(bad, warnings[1:])
@@ -413,11 +452,10 @@ def test_a_damaged_line_is_told_by_its_number(tmp_path, capsys):
 def test_what_cannot_be_written_is_told(run_dir, capsys):
     """Folders stand where files go: so it is root, too, who cannot write them."""
     save_samples(run_dir / "eval_samples.parquet", 1)
-    pages = [
-        run_dir / name for name in ("curves.png", "rollouts/step_000001.html", "eval_samples.html")
-    ]
+    names = ("curves.png", "rollouts/step_000001.html", "eval_samples.html")
+    pages = [drawn(run_dir / name) for name in names]
     for page in pages:
-        page.mkdir()
+        page.mkdir(parents=True)
         os.utime(page, (1, 1))
     (run_dir / "rollouts/step_000002.html").write_text("there")
     look(run_dir, run_dir / "rollouts/step_000001.parquet")
@@ -476,11 +514,11 @@ def test_hostile_runs_become_harmless_pages(tmp_path, capsys):
     ):
         os.mkfifo(pipes / name)
     look(evil, empty, listed, pipes)
-    page = evil / "eval/step_000001.html"
+    page = drawn(evil / "eval/step_000001.html")
     output = capsys.readouterr().out.splitlines()
     assert str(page) in output
-    assert str(evil / "curves.png") in output
-    assert str(listed / "curves.png") in output
+    assert str(drawn(evil / "curves.png")) in output
+    assert str(drawn(listed / "curves.png")) in output
     warnings = [line for line in output if line.startswith("warning")]
     assert len(warnings) == 2, "a pipe is nobody's samples"
     assert "step_000002.html not written" in warnings[1], "a pipe is nobody's samples"
@@ -500,7 +538,7 @@ def test_hostile_runs_become_harmless_pages(tmp_path, capsys):
 
 def test_samples_of_an_evaluation_come_wrong_ones_first_and_are_bounded(tmp_path):
     save_samples(tmp_path / "eval/step_000007.parquet", MAX_SAMPLES + 200, prompt="x" * 10_000)
-    page = samples_page(tmp_path / "eval/step_000007.parquet")
+    page = samples_page(tmp_path / "eval/step_000007.parquet", tmp_path / "pages")
     text = page.read_text()
     assert len(text) < 5e6
     assert f"{MAX_SAMPLES + 200} samples, 400 of them wrong" in text
@@ -510,10 +548,10 @@ def test_samples_of_an_evaluation_come_wrong_ones_first_and_are_bounded(tmp_path
     assert verdicts[:400] == ["wrong"] * 400
     assert {*verdicts[400:]} == {"right", "no truth"}
     page.write_text("as it was")
-    samples_page(tmp_path / "eval/step_000007.parquet")
+    samples_page(tmp_path / "eval/step_000007.parquet", tmp_path / "pages")
     assert page.read_text() == "as it was"
     os.utime(page, (1, 1))
-    samples_page(tmp_path / "eval/step_000007.parquet")
+    samples_page(tmp_path / "eval/step_000007.parquet", tmp_path / "pages")
     assert page.read_text() != "as it was", "it was older than its samples"
 
 
@@ -529,13 +567,13 @@ def test_samples_of_both_kinds_have_a_page_each(tmp_path, capsys):
     look(run)
     output = capsys.readouterr().out.splitlines()
     for name, left_out in {"eval_samples.parquet": 1, "eval_samples.jsonl": 2}.items():
-        page = samples_page(run / name)
+        page = samples_page(run / name, drawn(run))
         text = page.read_text()
         assert ("of parquet" in text, "of lines" in text) == (
             name.endswith("parquet"),
             name.endswith("jsonl"),
         )
-        assert f"{left_out} are left out here; {name} beside this page" in text
+        assert f"{left_out} are left out here; {run / name} has them all" in text
         assert str(page) in output
     names, first, *_ = cells(page)
     shown = {name: text for name, text in zip(names, first) if text}
@@ -567,7 +605,7 @@ def dom(page: Path, chosen: str, folder: Path) -> str:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
 def test_a_browser_sorts_the_samples_and_runs_nothing_else(tmp_path):
     save_samples(tmp_path / "eval/step_000001.parquet", 30, completion=EVIL[:-1])
-    page = samples_page(tmp_path / "eval/step_000001.parquet")
+    page = samples_page(tmp_path / "eval/step_000001.parquet", tmp_path / "pages")
     as_written, by_row = (dom(page, chosen, tmp_path) for chosen in ("", "sort=row"))
     assert re.findall(r'data-name="row">(\d+)<', as_written)[:3] == ["1", "4", "7"], (
         "wrong ones first"

@@ -86,6 +86,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
         assert (folder / file).read_bytes() == (whole[0] / file).read_bytes()
 
 
+@pytest.mark.slow  # by default test_grpo_runs.py has another reference
 @pytest.mark.parametrize(
     "change, told",
     [

@@ -1,6 +1,7 @@
 """The memory plan, which is made before weights are loaded, against counts, measured peaks, and
 arithmetic by hand."""
 
+import json
 import random
 import re
 import sys
@@ -11,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, run_script
+from helpers import ROOT, memory_phases, run_script
+from model_configs import published_config
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -30,9 +32,11 @@ from common.engine.protocol import EngineConfig
 from common.engine.vllm import VllmEngine, largest_graph
 from common.flags import MAX_MICRO_BATCH_TOKENS, Machine, Rollout
 from common.hub import FOLDERS
+from common.job import Job, read_activation_memory
+from common.manifest import MANIFEST
 from common.memory.estimate import CUDA_CONTEXT, activation_bytes, keeps_gathered, phases_of
 from common.memory.halving import remembered_budget
-from common.memory.plan import GB_PER_GIB, MemoryPlan, memory_phases, memory_plan, no_rollout
+from common.memory.plan import GB_PER_GIB, MemoryPlan, memory_plan, no_rollout
 from common.memory.remedies import largest_micro_batch
 from common.memory.shape import ModelShape, TowerShape, model_shape
 from common.optimizer import move_states
@@ -596,6 +600,145 @@ def test_what_a_cpu_has_no_memory_for_is_refused_with_the_cheapest_change(folder
     assert "warning" not in evaluation.text
 
 
+# --- the share of the activations that a run chooses ----------------------------------------------
+
+SHARES = (1.0, 0.7, 0.5, 0.3)
+AUTO = {"compile": True, "activation_memory": "auto"}
+
+
+def planned_8b(monkeypatch, folder, longest: int, ranks: int, **flags) -> MemoryPlan:
+    """Of a Qwen3-8B on cards of 80 GB; prompts have at most 1,024 tokens."""
+    published_config("Qwen3-8B").save_pretrained(folder)
+    monkeypatch.setitem(SHAPES, "8B", model_shape(str(folder), Machine()))
+    rollout = Rollout(max_prompt_tokens=1024, max_response_tokens=longest - 1024)
+    return planned_on_gpus(monkeypatch, "8B", 80 - CUDA_CONTEXT, ranks, rollout, **flags)
+
+
+@pytest.mark.parametrize("longest, share", [(17_408, 0.3), (2048, 1.0)])
+def test_auto_keeps_as_many_activations_as_fit(longest, share, monkeypatch, tmp_path):
+    """A trajectory of 17,408 tokens, as of the table of tasks in docs/scaling.md; and a short
+    one, in micro-batches of as many tokens."""
+    flags = {"micro_batch_tokens": longest}
+    plan = planned_8b(monkeypatch, tmp_path, longest, ranks=8, **AUTO, **flags)
+    assert plan.activation_memory == share
+    assert plan.micro_batch_tokens == longest
+    assert plan.update_gb <= 0.9 * plan.free_gb
+    left_gb = plan.free_gb - plan.update_gb
+    line = f"--activation-memory auto: {share:g}, with which the update leaves {left_gb:.1f} GB"
+    assert plan.text.splitlines()[1:] == [line]
+    for larger in SHARES[: SHARES.index(share)]:
+        flags = {"compile": True, "activation_memory": larger, "micro_batch_tokens": longest}
+        typed = planned_8b(monkeypatch, tmp_path, longest, ranks=8, **flags)
+        assert typed.update_gb > 0.9 * plan.free_gb
+        assert "auto" not in typed.text
+
+
+@pytest.mark.parametrize("flags", [{}, {"micro_batch_tokens": 27_648}])
+def test_auto_that_fits_with_no_share_names_what_does(flags, monkeypatch, tmp_path):
+    """Into nine tenths, which is what a plan fills by itself."""
+    plan = planned_8b(monkeypatch, tmp_path, longest=27_648, ranks=8, **AUTO, **flags)
+    assert plan.activation_memory == 0.3
+    assert 0.9 * plan.free_gb < plan.update_gb < plan.free_gb
+    line, warning = plan.text.splitlines()[1:]
+    assert line == "--activation-memory auto: 0.3, the least; the update does not fit with it"
+    assert warning == (
+        "warning: the update may not fit; it would with "
+        "--gradient-checkpointing (in place of --activation-memory)"
+    )
+    advised = flags | {"compile": True, "gradient_checkpointing": True}
+    assert "warning" not in planned_8b(monkeypatch, tmp_path, 27_648, ranks=8, **advised).text
+
+
+@pytest.mark.parametrize("free", [40, 60, 78])
+@pytest.mark.parametrize("name, ranks", [("1.5B", 1), ("7B", 8)])
+def test_auto_weighs_the_share_against_micro_batches(name, ranks, free, monkeypatch):
+    """It costs no more than any share that is typed, with the micro-batch chosen for that."""
+    cost = {1.0: 0.0, 0.7: 0.02, 0.5: 0.05, 0.3: 0.15}
+
+    def cost_of(plan: MemoryPlan) -> float:
+        return cost[plan.activation_memory] + 1500 / plan.micro_batch_tokens
+
+    chosen = planned_on_gpus(monkeypatch, name, free, ranks, Rollout(), **AUTO)
+    costs = []
+    for share in SHARES:
+        flags = AUTO | {"activation_memory": share}
+        typed = planned_on_gpus(monkeypatch, name, free, ranks, Rollout(), **flags)
+        if "the update may not fit" not in typed.text:
+            costs.append(cost_of(typed))
+    assert cost_of(chosen) == min(costs)
+
+
+@pytest.mark.parametrize(
+    "rollout, flags",
+    [
+        (Rollout(), {"compile": False}),
+        (Rollout(), {"gradient_checkpointing": True}),
+        (Rollout(eval_only=True), {}),
+    ],
+)
+def test_auto_is_all_where_a_share_has_no_effect(rollout, flags, monkeypatch):
+    """As a fork's default; on the command line the first two are refused."""
+    plan = planned_on_gpus(monkeypatch, "7B", 78, 8, rollout, **AUTO | flags)
+    assert plan.activation_memory == 1.0
+    assert "auto" not in plan.text
+
+
+def auto_job(world: World) -> SimpleNamespace:
+    """What a job with --activation-memory auto has when its memory is planned."""
+    return SimpleNamespace(
+        machine=Machine(**AUTO, dtype="bf16"),
+        world=world,
+        mesh=None,
+        compute_dtype=torch.bfloat16,
+        attention="flex",
+        compile=True,
+        path="folder",
+        vision=None,
+        max_model_len=None,
+        micro_batch_tokens=None,
+        activation_memory="auto",
+        identity={},
+    )
+
+
+def test_a_chosen_share_goes_to_the_layers_and_into_checkpoints(world, tmp_path, monkeypatch):
+    """A resume takes it again, since other shares round differently. A replay has no checkpoint,
+    or one that says it."""
+    plan = MemoryPlan("", 4096, 0.3, engine_memory=8.0, free_gb=78.0, update_gb=60.0)
+    seen = []
+
+    def planned(rollout: Rollout, machine: Machine, *_, **__) -> MemoryPlan:
+        seen.append(machine.activation_memory)
+        return replace(plan, activation_memory=0.3)
+
+    monkeypatch.setattr("common.job.memory_plan", planned)
+    job = auto_job(world)
+    options = {"trained": ["folder"], "frozen": []}
+    with pytest.raises(SystemExit, match=r"^--replay repeats every bit: .* give the number "):
+        Job.plan_memory(job, Rollout(), **options, replayed_tokens=4096)
+    Job.plan_memory(job, Rollout(), **options)
+    assert seen == ["auto"]
+    assert Job._model_options(job, trained=True)["activation_memory"] == 0.3
+    assert "activation_memory" not in Job._model_options(job, trained=False)
+
+    (tmp_path / MANIFEST).write_text(json.dumps({"files": {}, **job.identity}))
+    resumed = auto_job(world)
+    resumed.activation_memory = read_activation_memory(tmp_path)
+    Job.plan_memory(resumed, Rollout(), **options, replayed_tokens=4096)
+    assert seen[1:] == [0.3]
+    assert resumed.identity == job.identity
+
+
+@pytest.mark.parametrize("saved, share", [({}, "auto"), ({"activation_memory": [1]}, None)])
+def test_a_checkpoint_without_a_share_leaves_it_to_the_plan(saved, share, tmp_path):
+    (tmp_path / MANIFEST).write_text(json.dumps({"files": {}, **saved}))
+    if share:
+        assert read_activation_memory(tmp_path) == share
+        return
+    with pytest.raises(SystemExit, match=r"its activation_memory is \[1\]\): --resume never"):
+        read_activation_memory(tmp_path)
+
+
 # --- the KV cache that a run chooses --------------------------------------------------------------
 
 
@@ -695,6 +838,9 @@ def plan(folder, ranks=1, trained=1, frozen=0, **changes) -> tuple[dict[str, flo
     text = memory_plan(rollout, machine, world, torch.bfloat16, *folders).text
     gb = {}
     for item in ITEMS:
+        if item == "reference" and item not in text:
+            gb[item] = 0.0  # a plan without one, or with one on the host, does not name it
+            continue
         gb[item] = float(re.search(rf"{item} ([\d.]+)", text)[1])
     return gb, text
 
@@ -833,7 +979,7 @@ def test_the_reward_models_folder_is_counted(folder, tmp_path):
     resident = (14 * PARAMETERS + 2**29) / 1e9
     size = 32_000 * 1024 + 8 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 1024
     text = memory_plan(*arguments, reward_model=str(tmp_path / "reward")).text
-    scoring = float(re.search(r"; reward model ([\d.]+);", text)[1])
+    scoring = float(re.search(r", reward model ([\d.]+) GB, update", text)[1])
     assert scoring == pytest.approx(resident + 2 * size / 1e9, abs=0.051)
     assert "reward model" not in memory_plan(*arguments, reward_model=str(tmp_path / "none")).text
 
@@ -967,7 +1113,7 @@ def test_what_may_not_fit_on_a_cpu_is_named(folder):
     )
     _, text = plan(folder, trained=1 + int(16 / (4 * PARAMETERS / 1e9)))
     assert text.endswith(
-        "may not fit; nor would it with other flags: a smaller model, or --lora-rank"
+        "may not fit; no change of flags is enough: take a smaller model, or add --lora-rank"
     )
 
 

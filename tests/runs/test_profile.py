@@ -70,6 +70,7 @@ def test_each_rank_leaves_a_trace_of_the_steps_that_were_asked_for(two_ranks):
     assert shares == sorted(shares, reverse=True)
 
 
+@pytest.mark.slow  # by default the run goes on to its end
 def test_a_run_that_is_stopped_in_these_steps_leaves_its_traces(tmp_path):
     """SIGTERM reaches one rank of two."""
     done = run_script(WORKER, tmp_path, "3:4", 2, ranks=2, check=False)

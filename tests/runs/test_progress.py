@@ -122,7 +122,7 @@ def test_silence_is_broken_by_what_is_waited_for_or_by_where_the_run_is(clock, c
         thread.join()
         return lines(capsys)
 
-    here = "... said, tests/runs/test_progress.py"  # where this thread waits
+    here = "... still running: said (tests/runs/test_progress.py)"  # where this thread waits
     assert said() == [here]
     clock[0] += SILENCE
     assert said() == []
@@ -140,8 +140,8 @@ def test_a_function_of_a_library_is_none_of_ours(clock, capsys):
     exec(compile(code, path, "exec"), names)
     clock[0] += SILENCE + 0.5
     names["wait"](Thread(target=break_silence))
-    here = "... test_a_function_of_a_library_is_none_of_ours, tests/runs/test_progress.py"
-    assert lines(capsys) == [here]
+    here = "test_a_function_of_a_library_is_none_of_ours (tests/runs/test_progress.py)"
+    assert lines(capsys) == [f"... still running: {here}"]
 
 
 # --- what is counted ------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""grpo.py with programs of the embedded policy that writes them: real ranks, real vLLM, real
-sandboxes."""
+"""grpo.py with programs of the embedded policy that writes them: real vLLM, real sandboxes."""
 
 import json
 import re
@@ -70,9 +69,7 @@ STEPS = [
 def printed(tmp_path_factory):
     """What the run of `whole` prints."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    return folder, run_script(
-        *FEW_ROWS, *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder, ranks=2
-    )
+    return folder, run_script(*FEW_ROWS, *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", folder)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +78,7 @@ def whole(printed):
 
 
 SAMPLE = re.compile(r"^--- step .*?(?=^step )", re.MULTILINE | re.DOTALL)
-OURS = ("memory of a rank", "grpo.py: ", "64 prompts; ", "step ", "done: ", "... ")
+OURS = ("needs per rank", "grpo.py: ", "64 prompts; ", "step ", "done: ", "... ")
 
 
 def test_nothing_but_ours_is_printed(printed):
@@ -141,9 +138,11 @@ def test_programs_are_run_rewarded_and_trained_on(whole):
 
 
 @pytest.mark.slow  # by default test_curiosity_runs.py does, with pictures and tools
-def test_kill_and_resume_and_replay(whole, tmp_path):
-    """With --deterministic each block starts from the transcript, so that a resume repeats a step
-    bit for bit."""
+def test_kill_and_resume_and_replay(tmp_path):
+    """On two ranks. With --deterministic each block starts from the transcript, so that a resume
+    repeats a step bit for bit."""
+    whole = tmp_path / "whole"
+    run_script(*FEW_ROWS, *POLICY, *SIZES, *GROUPS, *STEPS, "--output-dir", whole, ranks=2)
     arguments = ["grpo.py", *POLICY, *SIZES, *GROUPS, *STEPS, *data_of(whole)]
     kill_once(*arguments, "--output-dir", tmp_path / "killed", ranks=2, after_step=1)
     run_script(*arguments, "--output-dir", tmp_path / "killed", ranks=2)

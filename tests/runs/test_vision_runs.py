@@ -189,6 +189,7 @@ def test_other_ways_take_a_step_with_pictures(options, exported, tmp_path, scrip
     assert step["eval/rows"] == 6
 
 
+@pytest.mark.slow  # by default Qwen2.5-VL is sampled from, and test_qwen3_vision.py has the packs
 def test_engines_sample_from_qwen3_as_its_packs_say(tmp_path):
     """Pictures, videos and crops between two turns, fp32. Qwen3.5's recurrent layers have no vLLM
     kernel on CPUs in fp32."""

@@ -150,20 +150,20 @@ def test_a_step_of_grpo(grpo, tmp_path, step):
     assert record["optim/lr"] == pytest.approx(RATE * [1.0, 1 - (1 - FLOOR) / 2][step - 1])
 
 
-def test_the_export_scores_the_same_in_vllm_and_transformers(grpo, tmp_path):
+@pytest.mark.slow  # by default test_sft_runs.py opens an export in vLLM
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_the_export_scores_the_same_in_vllm_and_transformers(engine, grpo, tmp_path):
     """By itself in both engines what the run's own evaluation measured, after two visible steps."""
     options = ["--eval-only", "--model", grpo / "model", "--eval-rows", 24, "--dtype", "fp32"]
     options += ["--eval-data", grpo / "data" / "eval.parquet", "--max-response-tokens", LONGEST]
     trained = pq.read_table(grpo / "eval/step_000002.parquet").to_pylist()
-    for engine in ("vllm", "hf"):
-        folder = tmp_path / engine
-        run_script("grpo.py", *options, "--engine", engine, *LITTLE_CACHE, "--output-dir", folder)
-        samples = pq.read_table(folder / "eval_samples.parquet").to_pylist()
-        right = sum(sample["correct"] for sample in samples)
-        assert 0 < right < len(samples) == 24
-        assert right / len(samples) == steps_of(grpo)[2]["eval/accuracy"], engine
-        same = [s["completion"] == other["completion"] for s, other in zip(samples, trained)]
-        assert sum(same) >= 22, "but for a token or two that are equally probable"
+    run_script("grpo.py", *options, "--engine", engine, *LITTLE_CACHE, "--output-dir", tmp_path)
+    samples = pq.read_table(tmp_path / "eval_samples.parquet").to_pylist()
+    right = sum(sample["correct"] for sample in samples)
+    assert 0 < right < len(samples) == 24
+    assert right / len(samples) == steps_of(grpo)[2]["eval/accuracy"]
+    same = [s["completion"] == other["completion"] for s, other in zip(samples, trained)]
+    assert sum(same) >= 22, "but for a token or two that are equally probable"
 
 
 def test_the_first_step_of_ppo(tmp_path):

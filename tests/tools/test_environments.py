@@ -12,7 +12,7 @@ from scripted import ScriptedEngine, row, run
 from vl import build_tokenizer
 
 from common.flags import Rollout
-from common.rollout.trajectories import ANSWERING, CLOSING, OPENING, Turns
+from common.rollout.trajectories import CLOSING, FUNCTION_REPLY, OPENING, Turns
 from common.tools import load_tools
 from common.tools.environments import first_attribute
 from common.tools.pools import ToolWorkers
@@ -35,7 +35,7 @@ def open_turns(tokenizer, tmp_path):
     own."""
     opened = []
 
-    def start(environment=None, tools="", timeout_s=20.0, workers=2, **limits):
+    def start(environment=None, tools="", timeout_s=20.0, workers=1, **limits):
         def file(text, name):
             path = tmp_path / f"{name.lower()}_{len(opened)}.py"
             path.write_text(textwrap.dedent(text))
@@ -413,7 +413,7 @@ def test_a_call_that_is_written_like_one_of_ours_is_the_policys(open_turns, tmp_
     """What opens, closes and answers are calls of our own, told by identity: the policy may write
     an equal one."""
     turns = open_turns(RANDOM, max_turns=9, max_tool_errors=9)
-    ours = [OPENING, CLOSING, ANSWERING]
+    ours = [OPENING, CLOSING, FUNCTION_REPLY]
     script = [call(one.name, **one.arguments) for one in ours]
     assert [turns.protocol.find_call(text) for text in script] == ours
     the_row = game_row(turns, log=str(tmp_path / "log"))

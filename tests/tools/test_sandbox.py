@@ -1155,6 +1155,7 @@ def test_where_none_is_wanted_no_remedy_for_the_sandbox_is_named(monkeypatch):
     assert str(refusal.value) == told
 
 
+@pytest.mark.slow  # by default bubblewrap does not work, once
 def test_a_sandbox_that_takes_no_program_is_tried_twice(monkeypatch):
     """A third one is not: a run does not start sandboxes for ever."""
     inside("        wipe(folder, kept)\n", "        raise SystemExit('no wipe')\n")(monkeypatch)
@@ -1434,6 +1435,7 @@ def test_a_server_that_hangs_gives_way_to_another(pool):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow  # by default a server that is gone gives way
 def test_a_server_that_hangs_holds_no_other_up_when_all_end(monkeypatch):
     """Without namespaces a server is waited for; all are told to end before the first one is."""
     monkeypatch.setattr(sandbox, "CLEAN_S", 120)
@@ -1452,6 +1454,7 @@ def test_a_server_that_hangs_holds_no_other_up_when_all_end(monkeypatch):
     assert hangs.poll() is not None
 
 
+@pytest.mark.slow  # by default one of them stands still between blocks
 def test_unconfined_programs_end_with_their_trajectory_and_leave_nothing():
     """A process in a session of its own, and the folder: after each trajectory, and after the
     last."""

@@ -207,6 +207,14 @@ def start(file):
         pool.close()
 
 
+@pytest.fixture(scope="module")
+def act(file):
+    """A worker whose calls end, one way or the other."""
+    tools = ToolWorkers(f"{file}:act", 1, 20.0)
+    yield tools
+    tools.close()
+
+
 def submit(tools: ToolWorkers, key, action: str, seconds: float = 0.0, name: str = "act") -> None:
     tools.submit(key, Call(name, {"action": action, "seconds": seconds}), {}, {})
 
@@ -541,8 +549,8 @@ def test_results(start):
         ({"action": ["pid"]}, "TypeError: unhashable type: 'list'"),
     ],
 )
-def test_what_goes_wrong_in_a_tool_is_told_to_the_policy(start, arguments, text):
-    reply = answer(start("act"), Call("act", arguments))
+def test_what_goes_wrong_in_a_tool_is_told_to_the_policy(act, arguments, text):
+    reply = answer(act, Call("act", arguments))
     assert reply.error and not reply.failed and reply.role == "tool"
     assert reply.text.startswith(f"Error: {text}"), reply.text
 
@@ -717,6 +725,7 @@ def test_bad_arguments(arguments):
         ToolWorkers("visual", *arguments)
 
 
+@pytest.mark.slow  # by default pictures are small
 def test_media_of_many_megabytes(start):
     tools = start("crop_image_normalized", count=2)
     noise = Image.frombytes("RGB", (1200, 1000), random.Random(0).randbytes(3_600_000))

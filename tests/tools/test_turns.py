@@ -368,7 +368,7 @@ def test_what_vllm_has_sampled(vision, seen):
     done = SimpleNamespace(request_id="3", finished=True, prompt_token_ids=seen, outputs=[output])
     engine = VllmEngine.__new__(VllmEngine)
     engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: [done]))
-    engine.placeholders, engine.prompts = vision.forbidden_ids, {3: [1, 2]}
+    engine.placeholders, engine.open_prompts = vision.forbidden_ids, {3: [1, 2]}
     if seen == [1, 2]:
         assert engine.step() == [(3, [Completion([5, 6], [-1.0, -2.0], "vision_token")])]
     else:

@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
     optimizer = GuardedAdamW(critic, torch.float32, weight_decay=0.01, max_grad_norm=1.0)
     options = make_args(ppo, value_clip=0.5)
     with tempfile.TemporaryDirectory() as folder:
-        packer = Packer("sdpa", 40, Path(folder), world)
+        packer = Packer("sdpa", 70, Path(folder), world)
         (minibatch,) = packer.minibatches(episodes, index, split_of(episodes, 1, seed=0, step=0))
 
     def values() -> torch.Tensor:

@@ -106,7 +106,7 @@ def main(args: argparse.Namespace) -> None:
         with torch.no_grad():
             for batch in pack(episodes, range(len(episodes)), index, budget=4096):
                 logprobs = policy(batch.to(world.device), sampling.temperature)[0].cpu()
-                total += (logprobs - rollout[batch.tokens]).abs().sum().item()
+                total += (logprobs - rollout[batch.token_index]).abs().sum().item()
         return total / len(index)
 
     own = [

@@ -33,7 +33,7 @@ from common.distributed import (
 )
 from common.flags import Machine
 from common.lora import adapters, add_adapters
-from common.packing import Minibatch, TokenIndex, pack
+from common.packing import Layout, Minibatch, TokenIndex, pack
 from common.script import run
 from common.teacher import Predictor
 from ppo import Critic
@@ -57,8 +57,8 @@ VARIANTS = {
 
 LAYOUTS = {
     "shared": {},
-    "unshared": {"share_prompts": False},
-    "padded": {"share_prompts": False, "multiple": 40},
+    "unshared": {"layout": Layout(share_prompts=False)},
+    "padded": {"layout": Layout(share_prompts=False, multiple=40)},
     "backwards": {"backwards": True},
     "checkpointing": {},
 }
@@ -106,12 +106,13 @@ def gradient(
         for batch in batches:
             with forward_context(model):
                 near = model(batch, args.rollout.temperature)[0]
-            tokens.old_logprobs[batch.tokens] = near + 0.3 * torch.sin(10 * rollout[batch.tokens])
-            far = near + 0.2 * torch.cos(7 * rollout[batch.tokens])
+            of_rollout = rollout[batch.token_index]
+            tokens.old_logprobs[batch.token_index] = near + 0.3 * torch.sin(10 * of_rollout)
+            far = near + 0.2 * torch.cos(7 * of_rollout)
             if kind == "distill":
-                tokens.teacher_logprobs[batch.tokens] = far
+                tokens.teacher_logprobs[batch.token_index] = far
             elif kind != "curiosity_rl":
-                tokens.ref_logprobs[batch.tokens] = far
+                tokens.ref_logprobs[batch.token_index] = far
     if kind == "distill":
         pair = torch.nn.ModuleList([model, models["teacher"]])
         script.backward(
@@ -191,7 +192,7 @@ def main(args: argparse.Namespace) -> None:
                 episodes,
                 variant,
                 budget=1,
-                share_prompts=False,
+                layout=Layout(share_prompts=False),
             )
             torch.save(reference, f"{args.folder}/{variant}.pt")
         return

@@ -34,7 +34,7 @@ def main(_: None) -> None:
     packer = Packer("sdpa", 60, Path("nowhere"), world)
     minibatches = packer.minibatches(mine, TokenIndex(mine), split_of(mine, 3, seed=1, step=2))
     counts = [[m.num_tokens, m.num_sequences, len(m.micro_batches)] for m in minibatches]
-    prompts = [sorted({mine[i].prompt_index for i in m.episodes}) for m in minibatches]
+    prompts = [sorted({mine[i].prompt_index for i in m.episode_indices}) for m in minibatches]
     nothing = packer.minibatches([], TokenIndex([]), split_of([], 2, seed=1, step=2))
 
     values, returns = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))

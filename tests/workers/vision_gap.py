@@ -83,7 +83,7 @@ def largest_gap(engine: Engine, policy: Policy, step: int) -> float:
     largest = 0.0
     for batch in pack(episodes, range(len(episodes)), index, budget=700, vision=policy.vision):
         logprobs, _ = policy(batch, TEMPERATURE)
-        largest = max(largest, (logprobs - sampled[batch.tokens]).abs().max().item())
+        largest = max(largest, (logprobs - sampled[batch.token_index]).abs().max().item())
     return largest
 
 

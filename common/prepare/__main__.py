@@ -1,0 +1,17 @@
+"""python -m common.prepare: the programs of this folder, each with its first command."""
+
+import ast
+from pathlib import Path
+
+
+def main() -> None:
+    for file in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        doc = ast.get_docstring(ast.parse(file.read_text())) or ""
+        title, _, commands = doc.partition("\n\n")
+        if commands.startswith("    python -m "):
+            print(" ".join(title.split()))
+            print(commands.partition("\n")[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""A task of reasoning-gym in verl's columns: train.parquet and test.parquet.
+
+    python -m common.prepare.reasoning_gym --list
+    python -m common.prepare.reasoning_gym --task chain_sum --out data/chain_sum
+    python -m common.prepare.reasoning_gym --task chain_sum --levels 0 1 --out data/chain_sum
+    python -m common.prepare.reasoning_gym --task chain_sum --config '{"max_terms": 3}' \\
+        --out data/chain_sum
+
+The package is optional: pip install reasoning-gym==0.1.25. It has about a hundred tasks, each with
+a generator and a scorer of its own, and levels of difficulty. A question of test is not in train.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from common.files import user_errors
+from common.flags import call_program
+from common.prepare.writing import write_splits
+from common.progress import Progress
+from common.rewards.reasoning_gym import PACKAGE, find_scorer
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+NUM_CHECKED = 20  # problems of each level whose answers are scored
+SCHEMA = pa.schema(
+    {
+        "data_source": pa.string(),
+        "prompt": pa.list_(pa.struct({"content": pa.string(), "role": pa.string()})),
+        "ability": pa.string(),
+        "reward_model": pa.struct({"ground_truth": pa.string(), "style": pa.string()}),
+        "extra_info": pa.struct({"index": pa.int64(), "level": pa.int64(), "split": pa.string()}),
+    }
+)
+
+
+@dataclass
+class Args:
+    out: Path | None = None  # folder for train.parquet and test.parquet
+    task: str = ""  # one of --list
+    list: bool = False  # print the tasks and how many levels they have, and stop
+    # each with an equal share of the rows, and listed by itself in an evaluation; none: the task's
+    # own defaults
+    levels: tuple[int, ...] = ()
+    config: str = "{}"  # settings of the generator as JSON, in place of --levels
+    # the package's system prompt of that name, or none: chain_of_draft, default, direct, simple …
+    prompt: str = "default"
+    train_size: int = 10_000  # rows in train
+    test_size: int = 512  # rows in test
+    seed: int = 42  # of the generator
+
+    def __post_init__(self):
+        if not self.list and (self.out is None or not self.task):
+            raise ValueError("--task NAME and --out FOLDER are needed; --list names the tasks")
+        if self.levels and self.config != "{}":
+            raise ValueError("--levels and --config both say how hard the task is: give one")
+        if self.train_size < 1 or self.test_size < 1:
+            raise ValueError("--train-size and --test-size must be at least 1")
+
+
+def main(args: Args) -> None:
+    package = import_package()
+    if args.list:
+        print_tasks(package)
+        return
+    check_task(package, args)
+    sources = [Source.open(package, args, level) for level in args.levels or (None,)]
+    # test first: what stands there, whatever its level, is not for train
+    questions: set[str] = set()
+    test: list[dict] = []
+    train: list[dict] = []
+    for place, source in enumerate(sources):
+        test += source.rows(share(args.test_size, place, len(sources)), questions, is_test=True)
+    for place, source in enumerate(sources):
+        train += source.rows(share(args.train_size, place, len(sources)), questions, is_test=False)
+    random.Random(args.seed).shuffle(train)  # levels alternate
+    tables = {}
+    for split, rows in (("train", train), ("test", test)):
+        for index, row in enumerate(rows):
+            row["extra_info"] |= {"index": index, "split": split}
+        tables[split] = pa.Table.from_pylist(rows, schema=SCHEMA)
+    write_splits(args.out, tables)
+
+
+def import_package() -> ModuleType:
+    try:
+        import reasoning_gym.coaching.base_curriculum
+        import reasoning_gym.factory
+        import reasoning_gym.utils
+    except ImportError as error:
+        raise ValueError(f"the package is missing: pip install {PACKAGE} ({error})") from error
+    return reasoning_gym
+
+
+def print_tasks(package: ModuleType) -> None:
+    for task in sorted(package.factory.DATASETS):
+        levels = "no levels"
+        if package.factory.has_curriculum(task):
+            levels = f"levels 0 to {num_levels(package, task) - 1}"
+        print(f"{task}: {levels}")
+
+
+def num_levels(package: ModuleType, task: str) -> int:
+    attributes = package.factory.create_curriculum(task).attributes.values()
+    return max((len(attribute.levels) for attribute in attributes), default=1)
+
+
+def check_task(package: ModuleType, args: Args) -> None:
+    """ValueError for a task, level or prompt that the package does not have."""
+    if args.task not in package.factory.DATASETS:
+        raise ValueError(f"--task {args.task}: no such task; --list names them")
+    if args.levels and not package.factory.has_curriculum(args.task):
+        raise ValueError(f"--levels: {args.task} has none; --config sets it")
+    for level in args.levels:
+        highest = num_levels(package, args.task) - 1
+        if not 0 <= level <= highest:
+            raise ValueError(f"--levels {level}: {args.task} has 0 to {highest}")
+    prompts = package.utils.SYSTEM_PROMPTS
+    if args.prompt != "none" and args.prompt not in prompts:
+        raise ValueError(f"--prompt {args.prompt}: expected none, {', '.join(prompts)}")
+
+
+def share(size: int, place: int, count: int) -> int:
+    """The size of part `place` of `count` equal ones."""
+    return size * (place + 1) // count - size * place // count
+
+
+def level_config(package: ModuleType, args: Args, level: int | None) -> dict:
+    """Settings of the generator. ValueError if it refuses them."""
+    size = {"size": 2 * (args.train_size + args.test_size), "seed": args.seed}
+    if level is not None:
+        curriculum = package.factory.create_curriculum(args.task)
+        curriculum.set_global_level(level)
+        # this level alone, without those below
+        context = package.coaching.base_curriculum.DefaultCurriculumContext("upper_bound")
+        return vars(curriculum.generate_configuration(size, context))
+    try:
+        settings = json.loads(args.config)
+        _, config_class = package.factory.DATASETS[args.task]
+        config = config_class(**settings, **size)
+        if hasattr(config, "validate"):
+            config.validate()
+        return vars(config)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"--config {args.config}: {error}") from error
+
+
+def check_scorer(task: str, dataset: "ProceduralDataset", config: dict) -> None:
+    """ValueError if the right answers to entries that went through a file are not right."""
+    for index in range(min(NUM_CHECKED, config["size"])):
+        entry = dataset[index]
+        if entry["answer"] is None:  # the scorer knows a right one when it sees it
+            continue
+        truth = json.loads(make_truth(task, config, entry))
+        scorer = find_scorer(task, json.dumps(truth["config"], sort_keys=True))
+        expected = dataset.score_answer(entry["answer"], entry)
+        score = scorer(entry["answer"], truth["entry"])
+        if score != expected:
+            raise ValueError(
+                f"--task {task}: its scorer gives the right answer {score}, not {expected}, once "
+                "the row has been in a file"
+            )
+
+
+def make_truth(task: str, config: dict, entry: dict) -> str:
+    """What the scorer needs, as JSON; a value that JSON does not have, such as a time, as text."""
+    settings = {"size": 1}
+    for name, value in config.items():
+        # others, such as an enumeration's, keep their default
+        if name != "size" and type(value) in (bool, int, float, str, list, tuple, dict):
+            settings[name] = value
+    return json.dumps({"task": task, "config": settings, "entry": entry}, default=str)
+
+
+@dataclass
+class Source:
+    """The generator of a level, whose problems go to test first and then to train."""
+
+    task: str
+    level: int | None
+    data_source: str
+    system: str  # prompt, or ""
+    config: dict  # of the generator
+    entries: Iterator[dict]  # {question, answer, metadata}
+
+    @classmethod
+    def open(cls, package: ModuleType, args: Args, level: int | None) -> "Source":
+        """ValueError if the first right answers are not right."""
+        config = level_config(package, args, level)
+        dataset = package.factory.create_dataset(args.task, **config)
+        check_scorer(args.task, dataset, config)
+        data_source = f"reasoning_gym/{args.task}"
+        if len(args.levels) > 1:
+            data_source += f"/{level}"
+        system = ""
+        if args.prompt != "none":
+            system = package.utils.SYSTEM_PROMPTS[args.prompt]
+        entries = (dataset[index] for index in range(config["size"]))
+        return cls(args.task, level, data_source, system, config, entries)
+
+    def rows(self, count: int, questions: set[str], is_test: bool) -> list[dict]:
+        """So many rows whose question is not in `questions`, to which test adds its own. ValueError
+        if there are too few."""
+        rows = []
+        progress = Progress("rows", count)
+        while len(rows) < count:
+            entry = next(self.entries, None)
+            if entry is None:
+                raise ValueError(
+                    f"--task {self.task}: {len(rows)} rows, not {count}; it has too few questions "
+                    "that test does not have, too: lower --test-size, or take a higher level"
+                )
+            if entry["question"] in questions:
+                continue
+            if is_test:
+                questions.add(entry["question"])
+            rows.append(self.row(entry))
+            progress.add()
+        return rows
+
+    def row(self, entry: dict) -> dict:
+        """verl's."""
+        prompt = [{"role": "user", "content": entry["question"]}]
+        if self.system:
+            prompt.insert(0, {"role": "system", "content": self.system})
+        truth = make_truth(self.task, self.config, entry)
+        return {
+            "data_source": self.data_source,
+            "prompt": prompt,
+            "ability": "reasoning",
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"level": self.level},
+        }
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main(call_program(Args, "common.prepare.reasoning_gym", __doc__))

@@ -1,0 +1,186 @@
+"""reasoning-gym's tasks as rows and reward: without the package what needs none of it, with it
+(pip install reasoning-gym==0.1.25) all tasks."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+from helpers import ROOT
+
+from common.prepare import reasoning_gym as prepare
+from common.rewards import reasoning_gym as rewards
+from common.rewards import reward_function
+
+HAS_PACKAGE = importlib.util.find_spec("reasoning_gym") is not None
+needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="needs reasoning-gym")
+
+
+def truth_of(task: str, answer: str = "1") -> str:
+    entry = {"question": "?", "answer": answer, "metadata": {}}
+    return json.dumps({"task": task, "config": {"size": 1}, "entry": entry})
+
+
+@pytest.fixture
+def scorer(monkeypatch):
+    """Stands for the package's: it evaluates the answer as nine of its scorers do."""
+    seen = []
+
+    def evaluate(answer: str, entry: dict) -> float:
+        seen.append(answer)
+        return float(eval(answer) == eval(entry["answer"]))
+
+    monkeypatch.setattr(rewards, "find_scorer", lambda task, config: evaluate)
+    return seen
+
+
+@pytest.mark.parametrize("task", ["puzzle24", "n_queens"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "__import__('os').system('true')",
+        "open('/tmp/file', 'w')",
+        "exec('x = 1')",
+        "(lambda: 1)()",
+        "[x for x in (1,)]",
+        "(1).__class__",
+        "[1][0]",
+        "max(1, key=print)",
+        "sqrt(*[4])",
+        "f'{1}'",
+        "(x := 1)",
+    ],
+)
+def test_a_policy_runs_no_code(scorer, task, answer):
+    result = rewards.score(f"<answer>{answer}</answer>", truth_of(task))
+    assert result["score"] == 0 and result["pred"] == answer
+    assert scorer == []
+
+
+@pytest.mark.parametrize(
+    "task, answer, truth",
+    [
+        ("puzzle24", "(1 + 2) * 3 - -4", "13"),
+        ("n_queens", "[['_', 'Q'], ['Q', '_']]", "[['_', 'Q'], ['Q', '_']]"),
+        ("chain_sum", "open('no/such/file')", "0"),  # not evaluated by that one
+    ],
+)
+def test_literals_and_arithmetic_reach_the_scorer(scorer, task, answer, truth):
+    result = rewards.score(f"so <answer> {answer} </answer>.", truth_of(task, truth))
+    assert scorer == [answer]
+    assert result["format"] == 1 and result["score"] == (task != "chain_sum")
+
+
+def test_a_response_without_an_answer_gets_nothing(scorer):
+    expected = {"score": 0.0, "pred": "", "format": 0.0}
+    assert rewards.score("1", truth_of("chain_sum")) == expected
+    assert rewards.score("<answer>1", truth_of("chain_sum")) == expected
+    assert scorer == []
+
+
+@pytest.mark.skipif(HAS_PACKAGE, reason="the package is there")
+def test_a_missing_package_is_named():
+    command = [sys.executable, "-m", "common.prepare.reasoning_gym", "--list"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "pip install reasoning-gym==0.1.25" in done.stderr
+    assert "Traceback" not in done.stderr
+    with pytest.raises(ImportError, match="reasoning_gym/x needs `pip install reasoning-gym"):
+        rewards.find_scorer("x", "{}")
+    assert reward_function("reasoning_gym/chain_sum/2").modules[1] == "reasoning_gym"
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ({}, "--task NAME and --out FOLDER are needed"),
+        ({"task": "x", "out": "o", "levels": (1,), "config": "{1}"}, "give one"),
+        ({"task": "x", "out": "o", "test_size": 0}, "must be at least 1"),
+    ],
+)
+def test_flags_that_cannot_work(flags, problem):
+    with pytest.raises(ValueError, match=problem):
+        prepare.Args(**flags)
+
+
+# --- with the package -----------------------------------------------------------------------------
+
+# Tasks whose rows a file cannot hold, and one that is made of others.
+UNUSABLE = {"arc_agi", "composite", "rearc"}
+
+
+@needs_package
+@pytest.mark.slow
+def test_right_answers_of_all_tasks_are_right(tmp_path):
+    package = prepare.import_package()
+    for task in sorted(set(package.factory.DATASETS) - UNUSABLE):
+        args = prepare.Args(out=tmp_path / task, task=task, train_size=4, test_size=2)
+        prepare.main(args)
+        for row in pq.read_table(tmp_path / task / "test.parquet").to_pylist():
+            truth = row["reward_model"]["ground_truth"]
+            answer = json.loads(truth)["entry"]["answer"]
+            function = reward_function(row["data_source"])
+            if isinstance(answer, str):
+                response = f"<answer>{answer}</answer>"
+                score = function(row["data_source"], response, truth)["score"]
+                assert score == pytest.approx(1), task
+
+
+@needs_package
+@pytest.mark.slow
+def test_no_scorer_runs_the_code_of_an_answer(tmp_path):
+    """All tasks, not only those that are known to evaluate: a new version may add one."""
+    package = prepare.import_package()
+    file = tmp_path / "written"
+    codes = [
+        f"open({str(file)!r}, 'w')",
+        f"[open({str(file)!r}, 'w')]",
+        f"__import__('os').system('touch {file}')",
+    ]
+    for task in sorted(set(package.factory.DATASETS) - UNUSABLE):
+        dataset = package.factory.create_dataset(task, size=4, seed=1)
+        truth = prepare.make_truth(task, vars(dataset.config), dataset[0])
+        for code in codes:
+            rewards.score(f"<answer>{code}</answer>", truth)
+            assert not file.exists(), task
+
+
+@needs_package
+def test_levels_have_equal_shares_and_no_question_twice(tmp_path):
+    args = prepare.Args(
+        out=tmp_path, task="chain_sum", levels=(1, 2), train_size=51, test_size=20, prompt="simple"
+    )
+    prepare.main(args)
+    train = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    test = pq.read_table(tmp_path / "test.parquet").to_pylist()
+    assert [len(train), len(test)] == [51, 20]
+    levels = [row["extra_info"]["level"] for row in test]
+    assert levels == [1] * 10 + [2] * 10
+    assert {row["data_source"] for row in train} == {
+        "reasoning_gym/chain_sum/1",
+        "reasoning_gym/chain_sum/2",
+    }
+    questions = [row["prompt"][1]["content"] for row in test]
+    assert len(set(questions)) == 20
+    assert not set(questions) & {row["prompt"][1]["content"] for row in train}
+
+
+@needs_package
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ({"task": "chain_sums"}, "no such task"),
+        ({"task": "chain_sum", "levels": (99,)}, "chain_sum has 0 to"),
+        ({"task": "chain_sum", "prompt": "polite"}, "expected none, "),
+        ({"task": "chain_sum", "config": '{"terms": 3}'}, "unexpected keyword argument 'terms'"),
+        ({"task": "chain_sum", "config": '{"max_terms": 1}'}, "max_terms must be >= min_terms"),
+        ({"task": "chain_sum", "levels": (0,), "test_size": 999}, "too few questions that"),
+        ({"task": "arc_agi"}, "arc_agi: "),
+    ],
+)
+def test_requests_that_cannot_be_served(tmp_path, flags, problem):
+    args = prepare.Args(**{"out": tmp_path, "train_size": 20, "test_size": 5} | flags)
+    with pytest.raises(ValueError, match=problem):
+        prepare.main(args)
+    assert not list(tmp_path.iterdir())
