@@ -223,3 +223,38 @@ def test_a_quarter_of_an_hour_at_toy_size(call, tmp_path):
     unseen = re.findall(r"^(.*): expected .* not seen$", done.stdout, re.MULTILINE)
     on_gpus = {"MFU %", "sleep 1 s", "wake 1 s", "sleep 2 s", "wake 2 s", "TRL / grpo.py"}
     assert set(unseen) <= on_gpus
+
+
+# --- a record to beat -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ("--advantage rloo --model other", "--model"),
+        ("--eval_rows=8", "--eval-rows"),
+        ("--max-response-tokens 512", "--max-response-tokens"),
+        ("--no-eval-only", "--no-eval-only"),
+    ],
+)
+def test_entries_keep_what_is_the_same_for_all(bench, flags, name):
+    with pytest.raises(SystemExit, match=f"^{name}: model, rows, reward"):
+        bench("speedrun").check_flags(flags.split())
+    bench("speedrun").check_flags(["--advantage", "rloo", "--total-steps", "12"])
+
+
+def test_an_entry_with_a_patch_runs_a_patched_copy(bench, tmp_path):
+    speedrun = bench("speedrun")
+    patch = ROOT / "docs/forks/gmpo.patch"
+    script = speedrun.prepare_script(speedrun.Entry(patch=patch), tmp_path / "gmpo")
+    assert '"gmpo"' in script.read_text() and '"gmpo"' not in (ROOT / "grpo.py").read_text()
+    with pytest.raises(SystemExit, match=r"does not apply to sft\.py as it is"):
+        speedrun.prepare_script(speedrun.Entry(script="sft.py", patch=patch), tmp_path / "sft")
+
+
+def test_the_row_of_an_entry(bench):
+    """By hand: mean 0.86, deviation 0.01 sqrt(2.5), t 2.78."""
+    speedrun = bench("speedrun")
+    outcomes = [speedrun.Outcome(i, 0.86 + 0.01 * (i - 3), 40.0, 0.1) for i in range(1, 6)]
+    row = speedrun.row_of("x", speedrun.Entry("--total-steps 9"), outcomes)
+    assert row == ["x", "`grpo.py --total-steps 9`", "86.0 ± 2.0 %", "40.0 ± 0.0", "4.0 ± 0.0"]
