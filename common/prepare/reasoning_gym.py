@@ -2,7 +2,7 @@
 
     python -m common.prepare.reasoning_gym --list
     python -m common.prepare.reasoning_gym --task chain_sum --out data/chain_sum
-    python -m common.prepare.reasoning_gym --task chain_sum --levels 0 1 --out data/chain_sum
+    python -m common.prepare.reasoning_gym --task chain_sum --levels 1 2 --out data/chain_sum
     python -m common.prepare.reasoning_gym --task chain_sum --config '{"max_terms": 3}' \\
         --out data/chain_sum
 
@@ -154,7 +154,7 @@ def level_config(package: ModuleType, args: Args, level: int | None) -> dict:
 
 def check_scorer(task: str, dataset: "ProceduralDataset", config: dict) -> None:
     """ValueError if the right answers to entries that went through a file are not right."""
-    for index in range(min(NUM_CHECKED, config["size"])):
+    for index in Progress("problems checked", min(NUM_CHECKED, config["size"])):
         entry = dataset[index]
         if entry["answer"] is None:  # the scorer knows a right one when it sees it
             continue
@@ -213,9 +213,11 @@ class Source:
         while len(rows) < count:
             entry = next(self.entries, None)
             if entry is None:
+                level = "" if self.level is None else f" at level {self.level}"
                 raise ValueError(
-                    f"--task {self.task}: {len(rows)} rows, not {count}; it has too few questions "
-                    "that test does not have, too: lower --test-size, or take a higher level"
+                    f"--task {self.task}{level}: {len(rows)} rows, not {count}: it has too few "
+                    "questions beside those of test. Lower --train-size or --test-size, or take a "
+                    "higher level"
                 )
             if entry["question"] in questions:
                 continue
