@@ -219,8 +219,8 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
 def sequence_mean(values: Tensor, episode_of_token: Tensor) -> Tensor:
     """At each token, the mean of `values` [N] over the tokens of its episode. episode_of_token [N]
     int64 -> [N]."""
-    # Each episode is numbered by the place of its first token among the sorted ones, below N.
-    # `unique` would number them without gaps, but the host would wait for the GPU to count them.
+    # An episode's number is the index of its first token in sorted order: below N, with gaps.
+    # `unique` would leave no gaps, but make the host wait for the GPU.
     number = torch.searchsorted(episode_of_token.sort().values, episode_of_token)
     sums = torch.zeros_like(values).index_add(0, number, values)
     counts = torch.zeros_like(values).index_add(0, number, torch.ones_like(values))
@@ -371,14 +371,14 @@ def policy_loss(
     ratio = logratio.exp()
     if args.objective == "gspo":
         ratio = sequence_ratio(logprobs, logratio, tokens.episode_of_token)
-    if args.objective == "cispo":
+        loss, clipped = clipped_loss(ratio, tokens.advantages, args.clip_low, args.clip_high)
+    elif args.objective == "cispo":
         loss, clipped = cispo_loss(
             logprobs, ratio, tokens.advantages, args.clip_low, args.clip_high
         )
     else:
-        dual_clip = args.dual_clip if args.objective == "ppo" else 0.0
         loss, clipped = clipped_loss(
-            ratio, tokens.advantages, args.clip_low, args.clip_high, dual_clip
+            ratio, tokens.advantages, args.clip_low, args.clip_high, args.dual_clip
         )
     if args.correction != "none":
         loss = loss * engine_correction(
@@ -610,6 +610,7 @@ def num_oversampled(num_prompts: int, factor: float) -> int:
 
 
 def is_selective(args: Args) -> bool:
+    """Whether a step samples more groups than it trains on, and chooses among them."""
     return args.dynamic_sampling > 0 or args.oversample > 1
 
 
@@ -793,19 +794,19 @@ def main(args: Args, demo: bool = False) -> None:
         tokens = Tokens.of(episodes, index, device)
         minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
-            # The first update computes the old log-probs of its own minibatch. The KL in the
-            # reward needs those of all minibatches before it.
+            # The forward of the first update gives the old log-probs of its own minibatch, too
+            # late for a KL in the reward.
             without_logprobs = minibatches if args.kl_reward_coef else minibatches[1:]
             packer.fill(tokens.old_logprobs, policy, without_logprobs, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
-                reference.to("cpu" if "reference" in args.machine.offload else device)
-        scores = shaped_scores(  # [E]
-            episodes, args.rollout.max_response_tokens, args.overlong_buffer
-        )
+                if "reference" in args.machine.offload:
+                    reference.to("cpu")
+        max_response_tokens = args.rollout.max_response_tokens
+        scores = shaped_scores(episodes, max_response_tokens, args.overlong_buffer)  # [E]
         if args.kl_reward_coef:
-            kl = kl_estimate(  # [T]
+            kl = kl_estimate(
                 tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, estimator="k1"
             ).cpu()
             scores = scores - args.kl_reward_coef * index.sums(kl)

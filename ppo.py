@@ -271,8 +271,8 @@ def value_loss(
 def sequence_mean(values: Tensor, episode_of_token: Tensor) -> Tensor:
     """At each token, the mean of `values` [N] over the tokens of its episode. episode_of_token [N]
     int64 -> [N]."""
-    # Each episode is numbered by the place of its first token among the sorted ones, below N.
-    # `unique` would number them without gaps, but the host would wait for the GPU to count them.
+    # An episode's number is the index of its first token in sorted order: below N, with gaps.
+    # `unique` would leave no gaps, but make the host wait for the GPU.
     number = torch.searchsorted(episode_of_token.sort().values, episode_of_token)
     sums = torch.zeros_like(values).index_add(0, number, values)
     counts = torch.zeros_like(values).index_add(0, number, torch.ones_like(values))
@@ -787,7 +787,8 @@ def main(args: Args, demo: bool = False) -> None:
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
-                reference.to("cpu" if "reference" in args.machine.offload else device)
+                if "reference" in args.machine.offload:
+                    reference.to("cpu")
             packer.fill(tokens.values, critic, minibatches)
         scores = shaped_scores(  # [E]
             episodes, args.rollout.max_response_tokens, args.overlong_buffer
