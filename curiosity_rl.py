@@ -434,12 +434,12 @@ def main(args: Args, demo: bool = False) -> None:
         args.machine,
         args.run,
         demo,
-        record=training,
+        training=training,
         max_model_len=args.rollout.max_model_len,
     )
     world, device = job.world, job.world.device
     check_rollout(job, args.rollout)
-    job.check_weights(job.path)  # before the engine fails on missing ones
+    job.check_weights(job.model_folder)  # before the engine fails on missing ones
 
     # What samples and scores. The engine comes before the trainer: while it loads, it needs the
     # memory that the trainer would hold.
@@ -458,7 +458,7 @@ def main(args: Args, demo: bool = False) -> None:
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,
-        trained=[job.path],
+        trained=[job.model_folder],
         frozen=[],
         replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
     )
@@ -494,7 +494,7 @@ def main(args: Args, demo: bool = False) -> None:
         micro_batch_tokens=job.micro_batch_tokens,
     )
     start = checkpoints.resume(job.checkpoint, weights_only=args.rollout.eval_only)
-    logger = open_logger(job, args, total_steps, checkpoints, record=training)
+    logger = open_logger(job, args, total_steps, checkpoints)
 
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)

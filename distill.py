@@ -461,13 +461,13 @@ def main(args: Args, demo: bool = False) -> None:
         args.machine,
         args.run,
         demo,
-        record=training,
+        training=training,
         max_model_len=args.rollout.max_model_len,
         has_teacher=args.teacher not in (None, args.run.model),
     )
     world, device = job.world, job.world.device
     check_rollout(job, args.rollout)
-    job.check_weights(job.path)  # before the engine fails on missing ones
+    job.check_weights(job.model_folder)  # before the engine fails on missing ones
     teacher_len = args.rollout.max_model_len  # tokens of the longest text that the teacher reads
     if args.teacher_prompt_column:
         # its prompt may hold a solution, as long as a response
@@ -503,7 +503,7 @@ def main(args: Args, demo: bool = False) -> None:
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,
-        trained=[job.path],
+        trained=[job.model_folder],
         frozen=[],
         teacher=teacher_path,
         replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
@@ -543,7 +543,7 @@ def main(args: Args, demo: bool = False) -> None:
         micro_batch_tokens=job.micro_batch_tokens,
     )
     start = checkpoints.resume(job.checkpoint, weights_only=args.rollout.eval_only)
-    logger = open_logger(job, args, total_steps, checkpoints, record=training)
+    logger = open_logger(job, args, total_steps, checkpoints)
 
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)

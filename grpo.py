@@ -686,13 +686,13 @@ def main(args: Args, demo: bool = False) -> None:
         args.machine,
         args.run,
         demo,
-        record=training,
+        training=training,
         max_model_len=args.rollout.max_model_len,
     )
     world, device = job.world, job.world.device
     needs_reference = has_kl(args) and training
     check_rollout(job, args.rollout)
-    job.check_weights(job.path)  # before the engine fails on missing ones
+    job.check_weights(job.model_folder)  # before the engine fails on missing ones
 
     # What samples and scores. The engine comes before the trainer: while it loads, it needs the
     # memory that the trainer would hold.
@@ -711,8 +711,8 @@ def main(args: Args, demo: bool = False) -> None:
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,
-        trained=[job.path],
-        frozen=[job.path] if needs_reference else [],
+        trained=[job.model_folder],
+        frozen=[job.model_folder] if needs_reference else [],
         replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
     )
     engine = open_engine(job, args.rollout)
@@ -750,7 +750,7 @@ def main(args: Args, demo: bool = False) -> None:
         counts=group_yield.counts,
     )
     start = checkpoints.resume(job.checkpoint, weights_only=args.rollout.eval_only)
-    logger = open_logger(job, args, total_steps, checkpoints, record=training)
+    logger = open_logger(job, args, total_steps, checkpoints)
 
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)

@@ -605,7 +605,7 @@ def resolve_critic(job: Job, name: str | None) -> str:
     """Folder of the critic's backbone, the policy's if no other is named. SystemExit if it does
     not read what the policy reads."""
     if name is None:
-        return job.path
+        return job.model_folder
     folder = resolve_model(name, "--critic-model")
     trust_remote_code = job.machine.trust_remote_code
     message = f"--critic-model {name}: its files cannot be read (are all there, and whole?)"
@@ -621,7 +621,7 @@ def resolve_critic(job: Job, name: str | None) -> str:
             f"--critic-model {name}: {vision.model_type} reads pictures in another way than the "
             f"policy, {job.vision.model_type}"
         )
-    if folder != job.path:
+    if folder != job.model_folder:
         job.check_weights(folder, "--critic-model", headless=True)
     return folder
 
@@ -645,13 +645,13 @@ def main(args: Args, demo: bool = False) -> None:
         args.machine,
         args.run,
         demo,
-        record=training,
+        training=training,
         max_model_len=args.rollout.max_model_len,
     )
     world, device = job.world, job.world.device
     needs_reference = has_kl(args) and training
     check_rollout(job, args.rollout)
-    job.check_weights(job.path)  # before the engine fails on missing ones
+    job.check_weights(job.model_folder)  # before the engine fails on missing ones
     critic_folder = resolve_critic(job, args.critic_model)
     reward_folder = resolve_reward_model(args)
 
@@ -673,8 +673,8 @@ def main(args: Args, demo: bool = False) -> None:
     loader = job.open_loader(len(train_data), train_data.fingerprint) if train_data else None
     job.plan_memory(
         args.rollout,
-        trained=[job.path, critic_folder],
-        frozen=[job.path] if needs_reference else [],
+        trained=[job.model_folder, critic_folder],
+        frozen=[job.model_folder] if needs_reference else [],
         reward_model=reward_folder,
         replayed_tokens=replayed_micro_batch_tokens(args.rollout.replay),
     )
@@ -720,7 +720,7 @@ def main(args: Args, demo: bool = False) -> None:
         micro_batch_tokens=job.micro_batch_tokens,
     )
     start = checkpoints.resume(job.checkpoint, weights_only=args.rollout.eval_only)
-    logger = open_logger(job, args, total_steps, checkpoints, record=training)
+    logger = open_logger(job, args, total_steps, checkpoints)
 
     if args.rollout.eval_only:
         rollouts.evaluate_only(policy, start, logger)

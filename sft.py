@@ -257,7 +257,7 @@ def main(args: Args, demo: bool = False) -> None:
     world, output_dir = job.world, job.output_dir
     from_scratch = demo and args.machine.lora_rank == 0  # LoRA adapts trained weights
     if not from_scratch:
-        job.check_weights(job.path)  # now: reading the data may take long
+        job.check_weights(job.model_folder)  # now: reading the data may take long
     max_tokens = usable_max_tokens(args, job)
     train_data, eval_data = read_data(args, job, max_tokens)
     loader = job.open_loader(len(train_data), train_data.fingerprint)
@@ -266,7 +266,7 @@ def main(args: Args, demo: bool = False) -> None:
         total_steps = steps_of(args.run.total_epochs, len(train_data), args.batch_size)
     job.leave_if_finished(total_steps)
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
-    job.plan_memory(no_rollout(max_tokens), trained=[job.path], frozen=[], most_tokens=8192)
+    job.plan_memory(no_rollout(max_tokens), trained=[job.model_folder], frozen=[], most_tokens=8192)
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
     policy = job.load_policy(from_scratch=from_scratch)

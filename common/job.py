@@ -86,13 +86,13 @@ class Job:
         machine: Machine,
         run: Run,
         demo: bool,
-        record: bool = True,
+        training: bool = True,
         max_model_len: int | None = None,
         has_teacher: bool = False,
     ):
         """Join the process group; find the model, its tokenizer, and the checkpoint to go on from.
 
-        record: whether the run writes into its folder, and therefore locks it. max_model_len:
+        training: False for an evaluation, which does not lock the run folder. max_model_len:
         longest prompt with its response (tokens), if an engine samples. has_teacher: whether a
         frozen model with other weights takes part. SystemExit for what the user can put right.
         """
@@ -114,21 +114,21 @@ class Job:
         requested_attention = choose_attention(
             machine.attention, self.world.device, machine.compile, self.compute_dtype
         )
-        self.path = resolve_model(run.model)  # folder of the model; a str, as transformers wants it
-        facts = facts_of_machine(self.path)
+        self.model_folder = resolve_model(run.model)  # a str, as transformers wants it
+        facts = facts_of_machine(self.model_folder)
         # what "auto" became, in place of the flags
         facts["dtype"] = str(self.compute_dtype)
         facts["attention"] = requested_attention
         check_same(self.world, facts)
         # which ranks share a copy of a model
         self.mesh = make_mesh(self.world, machine.strategy, machine.shard_size)
-        self.record = record
-        if record:
+        self.training = training
+        if training:
             lock_everywhere(self.output_dir, self.world)
 
-        empty_model = skeleton(self.path, machine.trust_remote_code)
+        empty_model = skeleton(self.model_folder, machine.trust_remote_code)
         self.attention = exact_attention(empty_model, requested_attention, machine)
-        refuse_inexact(empty_model, self.attention, f"--model {self.path}")
+        refuse_inexact(empty_model, self.attention, f"--model {self.model_folder}")
         self.compile, compile_reason = choose_compile(
             empty_model, self.attention, machine, self.world.device
         )
@@ -139,7 +139,7 @@ class Job:
         self.num_positions = num_positions(empty_model.config.get_text_config())
         # what must be the same in a checkpoint that is resumed; load_reference, load_critic and
         # load_teacher add to it
-        self.identity = checkpoint_identity(script, Path(self.path), machine)
+        self.identity = checkpoint_identity(script, Path(self.model_folder), machine)
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, self.world, self.identity)
         # None: the memory plan chooses
         self.micro_batch_tokens = machine.micro_batch_tokens
@@ -165,16 +165,17 @@ class Job:
         flags that the model has no use for."""
         self.limits = PixelLimits(data.min_pixels, data.max_pixels, data.max_frame_pixels)
         trust_remote_code = self.machine.trust_remote_code
-        message = f"--model {self.path}: its files cannot be read (are all there, and whole?)"
-        with user_errors(message, DAMAGE):
-            check_headers(Path(self.path))
-            self.tokenizer = load_tokenizer(self.path, trust_remote_code, data.template_args)
+        with user_errors(f"--model {self.model_folder}: {UNREADABLE}", DAMAGE):
+            check_headers(Path(self.model_folder))
+            self.tokenizer = load_tokenizer(
+                self.model_folder, trust_remote_code, data.template_args
+            )
             # None: the model reads text alone
-            self.vision = load_vision(self.path, self.limits, trust_remote_code)
+            self.vision = load_vision(self.model_folder, self.limits, trust_remote_code)
         check_model_flags(data, self.machine, reads_pictures=self.vision is not None)
         if self.vision:
             self.limits = self.vision.limits
-            check_cell(self.limits, f"--model {self.path}")
+            check_cell(self.limits, f"--model {self.model_folder}")
 
     def plan_memory(
         self,
@@ -203,7 +204,7 @@ class Job:
         if replayed_tokens and self.machine.micro_batch_tokens is None:
             self.micro_batch_tokens = replayed_tokens
         # with LoRA the policy's base may be its teacher
-        teacher_is_base = self.machine.lora_rank > 0 and teacher == self.path
+        teacher_is_base = self.machine.lora_rank > 0 and teacher == self.model_folder
         plan = memory_plan(
             rollout,
             replace(
@@ -235,7 +236,7 @@ class Job:
         """Say so and end, with exit code 0, if the run's checkpoint has all steps and its model/ is
         of that checkpoint. All ranks call it together."""
         folder = self.output_dir / "model"
-        is_finished = self.record and is_last_step(self.checkpoint, total_steps, folder)
+        is_finished = self.training and is_last_step(self.checkpoint, total_steps, folder)
         if broadcast_object(is_finished):
             say(
                 f"nothing left to do: {self.checkpoint} has all {total_steps} steps, {folder} is "
@@ -263,10 +264,10 @@ class Job:
         adapters alone), sharded or replicated."""
         options = self._model_options(trained=True)
         policy = load_model(
-            self.path, from_scratch=from_scratch, model_class=model_class, **options
+            self.model_folder, from_scratch=from_scratch, model_class=model_class, **options
         )
         policy.to(self.world.device)  # wrap_model places parameters; this moves the buffers
-        check_policy(policy, self.compute_dtype, f"--model {self.path}")
+        check_policy(policy, self.compute_dtype, f"--model {self.model_folder}")
         self._copy_base(policy)
         # shared: sync_engine also moves the bases that are loaded later
         policy.host_bases = self.host_bases
@@ -294,8 +295,8 @@ class Job:
         its base."""
         if self.machine.lora_rank:
             return Base(policy)
-        self._register_frozen("reference", self.path, "another reference")
-        return self._load_frozen(self.path).to(self._idle_device)
+        self._register_frozen("reference", self.model_folder, "another reference")
+        return self._load_frozen(self.model_folder).to(self._idle_device)
 
     def load_teacher(
         self, path: str, policy: nn.Module, max_model_len: int, model_class: type[Policy]
@@ -304,7 +305,7 @@ class Job:
         LoRA the policy's base, if it has the same weights. max_model_len: longest prompt with its
         response (tokens) that it reads."""
         self._register_frozen("teacher", path, "another teacher")
-        if self.machine.lora_rank and path == self.path:
+        if self.machine.lora_rank and path == self.model_folder:
             return Base(policy)
         teacher = self._load_frozen(
             path,

@@ -195,19 +195,14 @@ def is_untrained(metrics: dict[str, float]) -> bool:
     return is_training_step and not has_gradient
 
 
-def open_logger(
-    job: Job, args: Any, total_steps: int, checkpoints: Checkpoints, *, record: bool = True
-) -> Logger:
-    """Open the logger of a run, and record and print what is due when the run begins: config.json
+def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints) -> Logger:
+    """Open the logger of a run, and record and print what is due when training begins: config.json
     of a new run, the event of a resumed one, micro-batches that were made smaller, a warning if the
-    disk is too small. Curves are drawn at the end.
-
-    args: of the script. record: False for an evaluation, which has none of these.
-    """
+    disk is too small. Curves are drawn at the end. args: of the script."""
     is_main = job.world.is_main
     config = flat(args)
     config["micro_batch_tokens"] = job.micro_batch_tokens
-    if is_main and record and not checkpoints.resumes_own:
+    if is_main and job.training and not checkpoints.resumes_own:
         chosen = {
             "dtype": str(job.compute_dtype),
             "attention": job.attention,
@@ -216,7 +211,7 @@ def open_logger(
             "activation_memory": job.activation_memory,
             "engine_memory": job.engine_memory,
         }
-        commit = commit_of(job.path)
+        commit = commit_of(job.model_folder)
         if commit:
             chosen["model_commit"] = commit
         save_config(job.output_dir, config, **chosen)
@@ -225,7 +220,7 @@ def open_logger(
         trackers = Trackers(job.run.log, job.output_dir, config)
     logger = Logger(job.output_dir, StatusLine(total_steps), trackers, is_main)
     at_end.callback(logger.close)
-    if not record:
+    if not job.training:
         say(f"evaluating {job.checkpoint or job.run.model}")
         return logger
     if job.checkpoint:

@@ -40,7 +40,7 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
     judge the student's tokens.
     """
     if name is None:
-        return job.path
+        return job.model_folder
     path = resolve_model(name, "--teacher")
     label = f"--teacher {path}"
     trusts = job.machine.trust_remote_code
@@ -68,7 +68,7 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
     if job.vision:
         vision = load_vision(path, job.limits, trusts)
         if vision is None or vision.family != job.vision.family:
-            raise SystemExit(f"{label}: does not read pictures as --model {job.path} does")
+            raise SystemExit(f"{label}: does not read pictures as --model {job.model_folder} does")
     job.check_weights(path, "--teacher")
     return path
 
@@ -77,11 +77,13 @@ def check_same_shapes(job: Job, path: str) -> None:
     """SystemExit unless the engine of the student can take the teacher's weights."""
     trusts = job.machine.trust_remote_code
     shapes = []
-    for folder in (job.path, path):
+    for folder in (job.model_folder, path):
         parameters = skeleton(folder, trusts).named_parameters()
         shapes.append({name: parameter.shape for name, parameter in parameters})
-    if path == job.path or shapes[0] != shapes[1]:
-        reason = "is --model itself" if path == job.path else "is no model of --model's shape"
+    if path == job.model_folder or shapes[0] != shapes[1]:
+        reason = (
+            "is --model itself" if path == job.model_folder else "is no model of --model's shape"
+        )
         raise SystemExit(
             f"--eval-teacher: {path} {reason}; evaluate it by `python grpo.py --eval-only --model "
             f"{path} --eval-data FILES`"

@@ -247,10 +247,10 @@ def open_engine(job: Job, rollout: Rollout) -> Engine | None:
         say(f"{job.summary}, replays {rollout.replay}")
         return None
     config = EngineConfig(
-        job.path,
+        job.model_folder,
         job.compute_dtype,
         job.world,
-        end_ids=end_token_ids(job.path, job.tokenizer),
+        end_ids=end_token_ids(job.model_folder, job.tokenizer),
         max_model_len=job.max_model_len,
         memory_gib=job.engine_memory,
         num_samples=samples_of_engine(rollout, job.world),
@@ -268,7 +268,7 @@ def open_engine(job: Job, rollout: Rollout) -> Engine | None:
         name = "hf, as vLLM is not installed"
     say(f"{job.summary}, rollouts by {name}")
     if rollout.eval_temperature == 0:
-        note_sampling(Path(job.path))
+        note_sampling(Path(job.model_folder))
     return engine
 
 

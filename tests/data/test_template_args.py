@@ -67,7 +67,7 @@ def test_a_run_takes_them_from_its_flag(folder, tmp_path, world, monkeypatch):
     args = make_args(
         grpo, model=str(folder), template_args=OFF, output_dir=tmp_path / "run", dtype="fp32"
     )
-    job = job_module.Job("grpo", args.data, args.machine, args.run, demo=False, record=False)
+    job = job_module.Job("grpo", args.data, args.machine, args.run, demo=False, training=False)
     question = [{"role": "user", "content": "?"}]
     text = job.tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
     assert text.endswith("<think></think>")

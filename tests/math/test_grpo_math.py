@@ -583,7 +583,7 @@ def test_an_evaluation_makes_no_reference(script, world, monkeypatch):
     monkeypatch.setattr(script, "open_prompts", lambda *_: (None, None))
     job = SimpleNamespace(
         world=world,
-        path="folder",
+        model_folder="folder",
         output_dir=Path("run"),
         plan_memory=plan,
         check_weights=print,
@@ -624,6 +624,6 @@ def test_a_base_on_the_host_needs_lora_and_an_engine(world, monkeypatch, tmp_pat
     with pytest.raises(SystemExit, match="--offload base has no effect: needs --lora-rank"):
         Job("grpo", args.data, args.machine, args.run, demo=True)
     args = checked_args(grpo, monkeypatch, *flags, "--lora-rank", "4", "--replay", "dump")
-    job = Job("grpo", args.data, args.machine, args.run, demo=True, record=False)
+    job = Job("grpo", args.data, args.machine, args.run, demo=True, training=False)
     with pytest.raises(SystemExit, match="--offload base has no effect: with --replay"):
         check_rollout(job, args.rollout)

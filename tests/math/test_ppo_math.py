@@ -442,7 +442,7 @@ def test_a_critic_reads_what_the_policy_reads():
             limits=PixelLimits(3136, 12544, 12544),
             vision=vision,
             tokenizer=ppo.load_tokenizer(str(FOLDERS[name])),
-            path=str(FOLDERS[name]),
+            model_folder=str(FOLDERS[name]),
         )
 
     assert ppo.resolve_critic(policy("tiny"), "tiny") == str(FOLDERS["tiny"])

@@ -713,13 +713,13 @@ def test_a_refused_run_leaves_no_empty_folder(tmp_path, world, monkeypatch):
 def test_a_finished_run_has_nothing_left_to_do(tmp_path, world, capsys):
     save(tmp_path, 20, world)
     checkpoint = tmp_path / "checkpoints/step_000020"
-    run = SimpleNamespace(record=True, checkpoint=checkpoint, output_dir=tmp_path)
+    run = SimpleNamespace(training=True, checkpoint=checkpoint, output_dir=tmp_path)
     Job.leave_if_finished(run, 20)  # without its model/, which the run then writes
     config = tmp_path / "model/config.json"
     config.parent.mkdir()
     config.write_text("{}")
     Job.leave_if_finished(run, 21)
-    evaluation = SimpleNamespace(**vars(run) | {"record": False})
+    evaluation = SimpleNamespace(**vars(run) | {"training": False})
     Job.leave_if_finished(evaluation, 20)
     anew = SimpleNamespace(**vars(run) | {"checkpoint": None})
     Job.leave_if_finished(anew, 20)

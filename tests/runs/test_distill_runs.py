@@ -331,11 +331,11 @@ def job(monkeypatch, world, tmp_path):
 
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
     run = Run(model="tiny", output_dir=tmp_path / "run", resume="never")
-    return Job("distill", Data(), Machine(), run, demo=False, record=False)
+    return Job("distill", Data(), Machine(), run, demo=False, training=False)
 
 
 def test_a_teacher_needs_a_tokenizer_and_positions(job, tmp_path):
-    assert find_teacher(job, None, 96) == job.path
+    assert find_teacher(job, None, 96) == job.model_folder
     folder = shutil.copytree(FOLDERS["tiny-teacher"], tmp_path / "teacher")
     with pytest.raises(SystemExit, match=r"teacher reads 2049 tokens, and --teacher .* has 2048"):
         find_teacher(job, str(folder), 2049)

@@ -108,8 +108,9 @@ def test_a_resume_takes_them_and_a_typed_number_wins(whole, world, tmp_path, mon
         ("never", None, 16_384),
     ):
         run = Run(model="tiny", output_dir=tmp_path, resume=resume)
-        job = Job("grpo", Data(), Machine(micro_batch_tokens=typed), run, demo=False, record=False)
-        job.plan_memory(ROLLOUT, trained=[job.path], frozen=[])
+        machine = Machine(micro_batch_tokens=typed)
+        job = Job("grpo", Data(), machine, run, demo=False, training=False)
+        job.plan_memory(ROLLOUT, trained=[job.model_folder], frozen=[])
         assert job.micro_batch_tokens == expected
 
 

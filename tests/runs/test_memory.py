@@ -692,7 +692,7 @@ def auto_job(world: World) -> SimpleNamespace:
         compute_dtype=torch.bfloat16,
         attention="flex",
         compile=True,
-        path="folder",
+        model_folder="folder",
         vision=None,
         max_model_len=None,
         micro_batch_tokens=None,
