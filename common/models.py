@@ -86,13 +86,13 @@ def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> dict[
     if not batch.media:  # 0 times its features: so the tower has its backward, too
         unused = sum(level.sum() for level in [features, *deepstack])
         return {"inputs_embeds": embeddings + 0 * unused}
-    flat = embeddings.flatten(0, 1).index_put((batch.slots,), features[batch.features])
+    flat = embeddings.flatten(0, 1).index_put((batch.slots,), features[batch.feature_index])
     inputs: dict[str, object] = {"inputs_embeds": flat.view_as(embeddings)}
     if deepstack:
         is_placeholder = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         is_placeholder.view(-1)[batch.slots] = True
         inputs["visual_pos_masks"] = is_placeholder
-        inputs["deepstack_visual_embeds"] = [level[batch.features] for level in deepstack]
+        inputs["deepstack_visual_embeds"] = [level[batch.feature_index] for level in deepstack]
     return inputs
 
 

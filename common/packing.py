@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from common.attention import BLOCK
 from common.distributed import World, all_reduce, forward_context, gather_objects, to_device
 from common.limits import exhausted_memory
 from common.memory.halving import halve_budget, limited_memory, release_memory, remembered_budget
@@ -37,7 +38,7 @@ Bin = list[list[int]]
 # gradients takes an H100 as long as 1,450 to 1,800 tokens do, for models of any size (calculated,
 # not measured).
 MICRO_BATCH_COST = 1500
-NUM_CANDIDATES = 8  # groups of which a part may fill the rest of a micro-batch
+NUM_CANDIDATES = 8  # the longest groups left, of which one may be cut to fill a micro-batch
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class MicroBatch:
     targets: Tensor  # [N] int64: ids of the trained tokens
     token_index: Tensor  # [N] int64: flat indices of the trained tokens (`TokenIndex`)
     slots: Tensor  # [S] int64, ascending: of the B * L tokens, the placeholders of pictures
-    features: Tensor  # [S] int64: index of each slot's feature among those of all `media`
+    feature_index: Tensor  # [S] int64: of each slot, the feature among those of all `media`
     media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
     # of a pack: its units, [tokens of a prompt, tokens of a response, ...]; padding is a unit, too
     units: list[list[int]]
@@ -240,8 +241,8 @@ def layout_of(attention: str) -> Layout:
         # flash attention has no mask for a shared prompt, so each response repeats it
         share_prompts=attention not in ("flash", "rows"),
         rows=attention == "rows",
-        # flex attention is compiled anew for each length: there are few multiples of 128
-        multiple=128 if attention == "flex" else 1,
+        # flex attention reads whole blocks, and is compiled anew for each length
+        multiple=BLOCK if attention == "flex" else 1,
     )
 
 
@@ -299,18 +300,14 @@ def build_micro_batch(
     return _build_pack(episodes, bin_, index, layout.multiple, vision)
 
 
-@dataclass(eq=False)
 class _Group:
     """Episodes that share a prompt: all of them, or a part."""
 
-    episode_indices: list[int]
-    num_tokens: int  # of the prompt and the responses
-
-
-def _make_group(episodes: Sequence[Episode], indices: list[int]) -> _Group:
-    num_tokens = len(episodes[indices[0]].prompt_ids)
-    num_tokens += sum(len(episodes[i].response_ids) for i in indices)
-    return _Group(indices, num_tokens)
+    def __init__(self, episodes: Sequence[Episode], indices: list[int]):
+        self.episode_indices = indices
+        # of the prompt and the responses
+        self.num_tokens = len(episodes[indices[0]].prompt_ids)
+        self.num_tokens += sum(len(episodes[i].response_ids) for i in indices)
 
 
 def _groups(
@@ -323,7 +320,7 @@ def _groups(
         # an environment's first observation is part of the prompt, and may differ within a group
         key = (episode.prompt_index, *episode.prompt_ids) if share_prompts else (i,)
         groups.setdefault(key, []).append(i)
-    return [_make_group(episodes, indices) for indices in groups.values()]
+    return [_Group(episodes, indices) for indices in groups.values()]
 
 
 def _bins_of_groups(
@@ -355,8 +352,8 @@ def _fill_bins(
 def _next_bin(
     episodes: Sequence[Episode], groups: list[_Group], budget: int, may_cut: bool
 ) -> tuple[list[_Group], list[_Group]]:
-    """A bin of the longest groups that fit and a part of another one, and the groups left. An
-    episode longer than the budget gets a bin of its own."""
+    """A bin of the longest groups that fit whole and a part of another one, and the groups left.
+    An episode longer than the budget gets a bin of its own."""
     bin_: list[_Group] = []
     left: list[_Group] = []
     room = budget
@@ -366,40 +363,51 @@ def _next_bin(
             room -= group.num_tokens
         else:
             left.append(group)
-    parts: list[tuple[_Group, _Group]] = []  # (part, the group that it is cut from)
-    for group in left[:NUM_CANDIDATES]:
-        if may_cut or group.num_tokens > budget:
-            indices = _fitting(episodes, group, room)
-            if indices:
-                parts.append((_make_group(episodes, indices), group))
-    if not bin_ and not parts:
+    candidates = [g for g in left[:NUM_CANDIDATES] if may_cut or g.num_tokens > budget]
+    cut = _largest_cut(episodes, candidates, room)
+    if cut is None and not bin_:
         # an episode is longer than the budget
-        group = left[0]
-        parts.append((_make_group(episodes, group.episode_indices[:1]), group))
-    if parts:
-        part, group = max(parts, key=lambda pair: pair[0].num_tokens)
+        cut = left[0], _Group(episodes, left[0].episode_indices[:1])
+    if cut is not None:
+        group, part = cut
         bin_.append(part)
         left.remove(group)
         rest = [i for i in group.episode_indices if i not in part.episode_indices]
         if rest:
-            left.append(_make_group(episodes, rest))
+            left.append(_Group(episodes, rest))
     return bin_, left
 
 
-def _fitting(episodes: Sequence[Episode], group: _Group, room: int) -> list[int]:
-    """Which episodes of a group fit with their prompt into `room` tokens, the longest first; in
-    their order."""
+def _largest_cut(
+    episodes: Sequence[Episode], groups: list[_Group], room: int
+) -> tuple[_Group, _Group] | None:
+    """The group of which the most tokens fit into `room`, and the part that fits; None if no
+    episode does."""
+    largest: tuple[_Group, _Group] | None = None
+    for group in groups:
+        indices = _episodes_that_fit(episodes, group, room)
+        if not indices:
+            continue
+        part = _Group(episodes, indices)
+        if largest is None or part.num_tokens > largest[1].num_tokens:
+            largest = group, part
+    return largest
+
+
+def _episodes_that_fit(episodes: Sequence[Episode], group: _Group, room: int) -> list[int]:
+    """The episodes of a group, in their order, that fit with their prompt into `room` tokens; the
+    longest are taken first."""
     room -= len(episodes[group.episode_indices[0]].prompt_ids)
     longest_first = sorted(
         group.episode_indices, key=lambda i: len(episodes[i].response_ids), reverse=True
     )
-    fitting: list[int] = []
+    chosen: set[int] = set()
     for i in longest_first:
         length = len(episodes[i].response_ids)
         if length <= room:
-            fitting.append(i)
+            chosen.add(i)
             room -= length
-    return [i for i in group.episode_indices if i in fitting]
+    return [i for i in group.episode_indices if i in chosen]
 
 
 def _bins_of_rows(episodes: Sequence[Episode], selected: Sequence[int], budget: int) -> list[Bin]:
@@ -418,14 +426,14 @@ def _bins_of_rows(episodes: Sequence[Episode], selected: Sequence[int], budget: 
 
 def _build_pack(
     episodes: Sequence[Episode],
-    groups: Bin,
+    bin_: Bin,
     index: TokenIndex,
-    multiple: int = 1,
-    vision: Vision | None = None,
+    multiple: int,
+    vision: Vision | None,
 ) -> MicroBatch:
-    """A pack, padded to a `multiple` of tokens; without groups, padding that trains nothing."""
+    """A pack, padded to a `multiple` of tokens; of an empty bin, padding that trains nothing."""
     row = _Row(vision)
-    for indices in groups:
+    for indices in bin_:
         row.add_prompt(episodes[indices[0]])
         for i in indices:
             row.add_response(episodes[i], index.tokens_of(i))
@@ -512,8 +520,9 @@ class _Row:
             positions = range(first_position, first_position + padding)
             self.input_ids.extend([0] * padding)
             self.positions.extend(positions)
-            self.rope.append(np.tile(np.array(positions), (3, 1)))  # unused without vision
             self.units.append([padding])
+            if self.vision:
+                self.rope.append(np.tile(np.array(positions), (3, 1)))
 
 
 def _join_rows(rows: list[_Row]) -> MicroBatch:
@@ -526,7 +535,7 @@ def _join_rows(rows: list[_Row]) -> MicroBatch:
         hidden_index.extend(start + position for position in row.hidden_index)
         for media, occurrences in row.pictures.items():
             pictures.setdefault(media, []).extend(start + slots for slots in occurrences)
-    slots, features = _slots_and_features(pictures)
+    slots, feature_index = _slots_and_features(pictures)
     position_ids = torch.tensor([row.positions for row in rows])
     if rows[0].vision:
         rope = np.stack([np.concatenate(row.rope, axis=1) for row in rows], axis=1)  # [3, B, L]
@@ -538,7 +547,7 @@ def _join_rows(rows: list[_Row]) -> MicroBatch:
         targets=_int64([token for row in rows for token in row.targets]),
         token_index=_int64([i for row in rows for i in row.token_index]),
         slots=_int64(slots),
-        features=_int64(features),
+        feature_index=_int64(feature_index),
         media=list(pictures),
         units=[unit for row in rows for unit in row.units],
     )

@@ -156,7 +156,7 @@ def side_by_side(batches: list[MicroBatch]) -> MicroBatch:
         torch.cat([b.targets for b in batches]),
         torch.cat([b.token_index for b in batches]),
         batches[0].slots,
-        batches[0].features,
+        batches[0].feature_index,
         [],
         [unit for b in batches for unit in b.units],
     )

@@ -138,7 +138,7 @@ def test_three_turns_with_two_crops_and_an_error(vision, workers):
     (batch,) = pack([episode], [0], TokenIndex([episode]), budget=10_000, vision=vision)
     assert batch.media == episode.media
     assert (batch.input_ids[0, batch.slots] == vision.placeholders["image"]).all()
-    assert batch.features.tolist() == list(range(sum(m.num_tokens for m in episode.media)))
+    assert batch.feature_index.tolist() == list(range(sum(m.num_tokens for m in episode.media)))
     assert batch.position_ids[1:, 0].equal(torch.from_numpy(positions))
     assert batch.targets.tolist() == [token for token, m in zip(expected, mask) if m]
 
