@@ -15,10 +15,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from common.distributed import to_device
 from common.torch_repair import Later, transformers
 
-bias = Later("torch.nn.attention.bias")
+attention_bias = Later("torch.nn.attention.bias")
 flex = Later("torch.nn.attention.flex_attention")
 BLOCK = 128  # tokens of a block of flex attention
-WINDOW_QUERIES = 512  # of one call where a window is shorter than the text
+WINDOW_QUERIES = 512  # queries of one SDPA call, where a window is shorter than the text
 # options of transformers that change nothing here
 WITHOUT_EFFECT = {
     "is_causal",
@@ -41,29 +41,32 @@ class Variant:
 
 
 def choose_attention(
-    flag: str, device: torch.device, compile_layers: bool = False, dtype=torch.bfloat16
+    attention: str,
+    device: torch.device,
+    compile_layers: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """`--attention auto`: flex on GPUs of capability 8.0 or more, whatever the dtype, else SDPA
-    (flex has no backward on CPU, no kernels on Volta). SystemExit for a choice that this device or
-    dtype does not allow."""
-    if flag == "auto":
-        flag = "sdpa"
+    """--attention, with a choice in place of auto: flex on GPUs of capability 8.0 or more, whatever
+    the dtype, else SDPA (flex has no backward on CPU, no kernels on Volta). SystemExit for what
+    this device or dtype does not allow."""
+    if attention == "auto":
+        attention = "sdpa"
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8:
-            flag = "flex"
-    if device.type == "cpu" and (compile_layers or flag not in ("sdpa", "rows")):
-        gpu_flag = "--compile" if compile_layers else f"--attention {flag}"
+            attention = "flex"
+    if device.type == "cpu" and (compile_layers or attention not in ("sdpa", "rows")):
+        gpu_flag = "--compile" if compile_layers else f"--attention {attention}"
         raise SystemExit(f"{gpu_flag} needs a GPU; on a CPU leave it out")
-    if compile_layers and flag in ("sdpa", "rows"):
+    if compile_layers and attention in ("sdpa", "rows"):
         raise SystemExit(
-            f"--compile needs --attention flex or flash: {flag} compiles every pack anew"
+            f"--compile needs --attention flex or flash: {attention} compiles every pack anew"
         )
-    if flag == "flash":
+    if attention == "flash":
         if dtype == torch.float32:
             raise SystemExit("--attention flash needs --dtype bf16 or fp16")
         # transformers would use the package `kernels` instead, which fetches code from the hub
         if find_spec("flash_attn") is None:
             raise SystemExit("--attention flash: pip install flash-attn (kernels is no substitute)")
-    return flag
+    return attention
 
 
 def shared_prompt_attention(
@@ -94,7 +97,9 @@ def shared_prompt_attention(
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     lengths = [length for unit in units for length in unit]
-    segments = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
+    segments = zip(
+        query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
+    )
     outputs = []
     for unit in units:
         q, prompt_k, prompt_v = next(segments)
@@ -159,7 +164,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> T
         # with a mask as below, a CPU would keep a tensor [R, S] for the backward
         return _padded_attention(query, key, value, variant.scaling)
     else:
-        mask = bias.causal_lower_right(num_queries, num_keys)
+        mask = attention_bias.causal_lower_right(num_queries, num_keys)
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=variant.scaling)
 
 
@@ -333,13 +338,15 @@ def block_masks(
     units: list[list[int]], windows: Sequence[int | None], device: torch.device
 ) -> "dict[int | None, flex.BlockMask]":
     """A block mask for each window; those that are longer than all texts share one."""
-    longest = max(unit[0] + max(unit[1:], default=0) for unit in units)
+    # a text is a prompt with one of its responses
+    longest_text = max(unit[0] + max(unit[1:], default=0) for unit in units)
     masks: dict[int | None, flex.BlockMask] = {}
     for window in windows:
-        shown = window if window is not None and window < longest else None
-        if shown not in masks:
-            masks[shown] = block_mask(units, device, shown)
-        masks[window] = masks[shown]
+        hides_something = window is not None and window < longest_text
+        effective_window = window if hides_something else None
+        if effective_window not in masks:
+            masks[effective_window] = block_mask(units, device, effective_window)
+        masks[window] = masks[effective_window]
     return masks
 
 
@@ -383,7 +390,7 @@ def block_mask(
     if window is None:
         return _mask_of_tables(some & ~full, full, length, visible, device)
 
-    # within its text, a prompt with one of its responses
+    # where a token stands in its text, a prompt with one of its responses
     place_in_text = torch.arange(length, dtype=torch.int32) - of_tokens(text_start)
     nearest, farthest = _block_distances(place_in_text)
     some &= nearest < window
