@@ -71,8 +71,8 @@ class Turns:
         self.workers = workers
         self.vision = vision
         self.flags = flags or Rollout()
-        # The prompts of the python tool may teach programs between tags, although the model has a
-        # protocol of its own. Then each row's prompt decides. None: one protocol for all rows.
+        # Prompts for the python tool may teach programs between tags, although the model has a
+        # protocol of its own: then the prompt of a row decides between the two (`protocol_of`).
         self.taught_protocol: Code | None = None
         if protocol and workers.protocol is Code:
             self.taught_protocol = Code(tokenizer)
@@ -208,7 +208,7 @@ class Turns:
                 with watch("engine"):
                     for key, (completion,) in engine.step():
                         completions[key] = completion
-            # in lock-step turns are taken together, when the slowest is there
+            # in lock-step all turns are taken together, after the slowest
             if not (self.lockstep and engine.busy):
                 for key in sorted(completions):
                     trajectory = trajectories[key]
@@ -219,15 +219,10 @@ class Turns:
             engine_has_work = engine.busy or queue.can_take
             with watch("tools"):
                 self._poll_tools(engine_has_work, replies)
-            # In lock-step replies are taken together, too, and new prompts come first: a fast reply
-            # must not overtake them.
-            is_idle = not engine_has_work and not self.workers.pending
-            if is_idle or not self.lockstep:
-                for key in sorted(replies):
-                    if self.lockstep or replies[key].pictures.done():
-                        trajectory = trajectories[key]
-                        self.take_reply(trajectory, replies.pop(key))
-                        proceed(trajectory)
+            for key in self._usable_replies(replies, engine_has_work):
+                trajectory = trajectories[key]
+                self.take_reply(trajectory, replies.pop(key))
+                proceed(trajectory)
             while ended_keys:
                 yield ended_keys.pop(0)
 
@@ -244,6 +239,15 @@ class Turns:
             # not for long: the reply of another tool may come first
             futures = [reply.pictures for reply in replies.values()]
             wait(futures, timeout=0.01, return_when=FIRST_COMPLETED)
+
+    def _usable_replies(self, replies: dict[int, ToolReply], engine_has_work: bool) -> list[int]:
+        """The keys of the replies that the trajectories take now."""
+        if not self.lockstep:
+            return [key for key in sorted(replies) if replies[key].pictures.done()]
+        # all together, and after new prompts: a fast reply must not overtake them
+        if engine_has_work or self.workers.pending:
+            return []
+        return sorted(replies)
 
     def take_turn(self, trajectory: Trajectory, completion: Completion) -> None:
         """Append a turn of the policy. Set the call in it, or end the trajectory."""
@@ -283,8 +287,8 @@ class Turns:
         None if the trajectory ends here; `finish_reason` says why."""
         episode = trajectory.episode
         row = trajectory.row
-        has_function = row.answer_kwargs is not None
-        if episode.finish_reason != "stop" or not (row.tools or has_function):
+        gets_function_reply = row.answer_kwargs is not None
+        if episode.finish_reason != "stop" or not (row.tools or gets_function_reply):
             return None
         text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
@@ -294,7 +298,7 @@ class Turns:
             call = protocol.find_call(protocol.read(last_turn))
         if call is None:
             # even in the last turn: the function may have a reward for it
-            return FUNCTION_REPLY if has_function else None
+            return FUNCTION_REPLY if gets_function_reply else None
         if episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
             return None
@@ -414,11 +418,12 @@ class Turns:
         """Append a tool's reply, or the function's, to the trajectory. Returns whether the
         trajectory goes on."""
         episode = trajectory.episode
-        is_program = self.taught_protocol is not None and call is not FUNCTION_REPLY
-        if is_program and trajectory.protocol is not self.taught_protocol:
-            # written in the model's own protocol, whose template must show the reply
+        has_choice = self.taught_protocol is not None
+        is_taught = trajectory.protocol is self.taught_protocol
+        if has_choice and not is_taught and call is not FUNCTION_REPLY:
+            # a program in the model's own protocol, whose template must show the reply
             reply = replace(reply, role=self.code_reply_role)
-        reply, pictures = self._decoded(call, reply)
+        reply, pictures = self._decode(call, reply)
         if reply.failed:
             self.fail(episode, call, reply.text)
             return False
@@ -433,7 +438,7 @@ class Turns:
             self.add_call(episode, call, reply)
         return self._append_observation(trajectory, call, reply, pictures)
 
-    def _decoded(self, call: Call, reply: ToolReply) -> tuple[ToolReply, list[Media]]:
+    def _decode(self, call: Call, reply: ToolReply) -> tuple[ToolReply, list[Media]]:
         """The reply and its pictures; an error without pictures if one cannot be read."""
         try:
             if reply.pictures:
