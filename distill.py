@@ -652,7 +652,7 @@ def main(args: Args, demo: bool = False) -> None:
         if "reference" in args.machine.offload:  # it offloads a teacher, too
             teacher.to("cpu")
         if due(step + 1, args.rollout.dump_rollouts_every):
-            store_divergences(episodes, index, tokens.divergences)
+            store_divergences(episodes, tokens.divergences)
             no_advantages = [0.0] * len(episodes)
             rollouts.dump(step + 1, collected, episodes, no_advantages, packer.budget)
 

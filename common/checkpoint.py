@@ -84,7 +84,7 @@ class Checkpoints:
         self.best_step = ""
         self.is_better = operator.lt if lowest_is_best else operator.gt
         self.start = 0
-        self.epochs_seen = 0  # that have ended
+        self.num_epochs = 0  # that had ended when `due` was last asked
         self.resumes_own = False  # whether the run goes on from a checkpoint of its own folder
 
     def resume(self, checkpoint: Path | None, weights_only: bool = False) -> int:
@@ -118,7 +118,7 @@ class Checkpoints:
                 adamw.loss_scale.load_state_dict(saved["loss_scale"][name])
             if self.loader:
                 self.loader.load_state_dict(saved["loader"])
-                self.epochs_seen = int(self.loader.epoch)
+                self.num_epochs = int(self.loader.epoch)
             self.counts.update(saved.get("counts", {}))
         reached.update({"step": self.start, "checkpoint": checkpoint})
         return self.start
@@ -135,8 +135,8 @@ class Checkpoints:
             return False
         if self.save_every == "epoch":
             num_epochs = int(self.loader.epoch)
-            is_due = num_epochs > self.epochs_seen
-            self.epochs_seen = num_epochs
+            is_due = num_epochs > self.num_epochs
+            self.num_epochs = num_epochs
         else:
             is_due = step % self.save_every == 0
         return is_due or self.improves(metric)
@@ -157,6 +157,9 @@ class Checkpoints:
         if self.improves(metric):
             best = metric
             best_step = name
+        loss_scales = {}
+        for model_name, adamw in self.optimizers.items():
+            loss_scales[model_name] = adamw.loss_scale.state_dict()
         record = {
             "step": step,
             "world_size": self.world.size,
@@ -164,9 +167,7 @@ class Checkpoints:
             "best": best,
             "best_step": best_step,
             "counts": self.counts,
-            "loss_scale": {
-                name: adamw.loss_scale.state_dict() for name, adamw in self.optimizers.items()
-            },
+            "loss_scale": loss_scales,
         }
         if self.loader:
             record["loader"] = self.loader.state_dict()

@@ -188,8 +188,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """FSDP2's root stays gathered after a forward; its parameters are DTensors again only after
-    this."""
+    """Make all parameters shards (DTensors) again: those of FSDP2's root stay gathered after a
+    forward."""
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()

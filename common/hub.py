@@ -21,7 +21,7 @@ from common.flags import EMBEDDED
 from common.printing import printable
 from common.torch_repair import Later, transformers
 
-hub = Later("huggingface_hub")
+huggingface_hub = Later("huggingface_hub")
 TEACHER = "tiny-teacher"  # of distill.py's demo: tiny after grpo.py's
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in (*EMBEDDED, TEACHER)}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -171,7 +171,7 @@ def require_weights(path: str, flag: str = "--model") -> list[Path]:
                 raise SystemExit(f"{flag} {path} has no {shard}, which its index lists")
         if shards:
             return [folder / shard for shard in shards]
-    names = [name + end for name in SINGLE_FILES for end in ("", ".index.json")]
+    names = [name + suffix for name in SINGLE_FILES for suffix in ("", ".index.json")]
     raise SystemExit(f"{flag} {path}: its files hold no weights: neither {' nor '.join(names)}")
 
 
@@ -315,20 +315,20 @@ def download(name: str, flag: str, kinds: Sequence[str] = HUB_FILES) -> Path:
     )
     with user_errors(f"{flag} {name}: {problem}"):
         try:
-            snapshot = hub.snapshot_download(
+            snapshot = huggingface_hub.snapshot_download(
                 repository,
                 revision=revision,
                 allow_patterns=[subfolder + kind for kind in kinds],
                 ignore_patterns=f"{subfolder}*/*",
             )
-        except hub.errors.RevisionNotFoundError as error:
+        except huggingface_hub.errors.RevisionNotFoundError as error:
             shown = revision or "main"
             raise SystemExit(
                 f"{flag} {name}: {repository} has no branch, tag or commit {shown}"
             ) from error
         folder = Path(snapshot, subfolder)
         if not (folder / "config.json").is_file():
-            hub.snapshot_download(
+            huggingface_hub.snapshot_download(
                 repository, revision=revision, allow_patterns=f"{subfolder}*/config.json"
             )
         return folder

@@ -185,13 +185,8 @@ def load_model(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         language_model = getattr(model.base_model, "language_model", model)
         if vision:
-            tower = model.base_model.visual
-            tower.requires_grad_(not freeze_vision)
-            if vision.family.clamps_merger:
-                tower.merger.register_forward_pre_hook(clamp_inputs)
-            if attention != "flash":
-                for block in tower.blocks:
-                    attend_in_windows(block.attn)
+            model.base_model.visual.requires_grad_(not freeze_vision)
+            prepare_tower(model.base_model.visual, vision, attention)
         elif is_composite(model.config):  # text trains the language model alone
             for name, part in model.base_model.named_children():
                 part.requires_grad_(name == "language_model")
@@ -214,16 +209,31 @@ def load_model(
     if lora_flags:
         add_adapters(wrapped.model, language_layers, lora_flags, seed)
     if compile_layers:
-        from torch._functorch import config as functorch
-
-        functorch.activation_memory_budget = activation_memory
-        # layers of several kinds, with adapters and without, with gradients and without
-        torch._dynamo.config.recompile_limit = 32
         # not the vision tower: pictures have many sizes, and each would be compiled anew
-        for layer in language_layers:
-            layer.compile()
+        compile_in_place(language_layers, activation_memory)
     set_text_lengths(wrapped, max_model_len)
     return wrapped.train()
+
+
+def prepare_tower(tower: nn.Module, vision: Vision, attention: str) -> None:
+    """Clamp what a vision tower's merger reads, as the engine does, and attend in few calls."""
+    if vision.family.clamps_merger:
+        tower.merger.register_forward_pre_hook(clamp_inputs)
+    if attention != "flash":
+        for block in tower.blocks:
+            attend_in_windows(block.attn)
+
+
+def compile_in_place(layers: list[nn.Module], activation_memory: float) -> None:
+    """Compile each layer by itself. activation_memory: the share of its activations that a layer
+    keeps for its backward."""
+    from torch._functorch import config as functorch
+
+    functorch.activation_memory_budget = activation_memory
+    # layers of several kinds, with adapters and without, with gradients and without
+    torch._dynamo.config.recompile_limit = 32
+    for layer in layers:
+        layer.compile()
 
 
 def check_critic_positions(model: nn.Module, path: str, max_model_len: int) -> None:

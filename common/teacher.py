@@ -19,7 +19,7 @@ from common.flags import Data, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
 from common.models import Policy, hidden_states, logit_transform
-from common.packing import MicroBatch, TokenIndex
+from common.packing import MicroBatch
 from common.progress import say
 from common.rollout.rollouts import Rollouts
 from common.rotary import num_positions
@@ -29,7 +29,7 @@ from common.vision import load_vision, skeleton
 if TYPE_CHECKING:
     from common.tools.pools import ToolPool
 
-MOST_SHOWN = 20  # tokens of a message
+MAX_EXAMPLES = 20  # tokens that a message names
 
 
 def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
@@ -43,8 +43,8 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
         return job.model_folder
     path = resolve_model(name, "--teacher")
     label = f"--teacher {path}"
-    trusts = job.machine.trust_remote_code
-    model = skeleton(path, trusts, "--teacher")
+    trust_remote_code = job.machine.trust_remote_code
+    model = skeleton(path, trust_remote_code, "--teacher")
     attention = exact_attention(model, job.attention, job.machine)
     if attention != job.attention:  # rows, of which each length would be compiled anew
         job.attention = attention
@@ -57,7 +57,7 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
             f"tokens, and {label} has {positions:.0f} positions (config.json)"
         )
     with user_errors(f"{label}: its tokenizer cannot be read", DAMAGE):
-        tokenizer = load_tokenizer(path, trusts)
+        tokenizer = load_tokenizer(path, trust_remote_code)
     check_same_tokens(
         vocabulary(job.tokenizer),
         vocabulary(tokenizer),
@@ -66,7 +66,7 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
         label,
     )
     if job.vision:
-        vision = load_vision(path, job.limits, trusts)
+        vision = load_vision(path, job.limits, trust_remote_code)
         if vision is None or vision.family != job.vision.family:
             raise SystemExit(f"{label}: does not read pictures as --model {job.model_folder} does")
     job.check_weights(path, "--teacher")
@@ -75,19 +75,21 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
 
 def check_same_shapes(job: Job, path: str) -> None:
     """SystemExit unless the engine of the student can take the teacher's weights."""
-    trusts = job.machine.trust_remote_code
+    trust_remote_code = job.machine.trust_remote_code
     shapes = []
     for folder in (job.model_folder, path):
-        parameters = skeleton(folder, trusts).named_parameters()
+        parameters = skeleton(folder, trust_remote_code).named_parameters()
         shapes.append({name: parameter.shape for name, parameter in parameters})
-    if path == job.model_folder or shapes[0] != shapes[1]:
-        reason = (
-            "is --model itself" if path == job.model_folder else "is no model of --model's shape"
-        )
-        raise SystemExit(
-            f"--eval-teacher: {path} {reason}; evaluate it by `python grpo.py --eval-only --model "
-            f"{path} --eval-data FILES`"
-        )
+    if path == job.model_folder:
+        reason = "is --model itself"
+    elif shapes[0] != shapes[1]:
+        reason = "is no model of --model's shape"
+    else:
+        return
+    raise SystemExit(
+        f"--eval-teacher: {path} {reason}; evaluate it by `python grpo.py --eval-only --model "
+        f"{path} --eval-data FILES`"
+    )
 
 
 def vocabulary(tokenizer) -> dict[int, str]:
@@ -119,10 +121,10 @@ def check_same_tokens(
             f"{label}: has another tokenizer altogether ({len(differing)} of {len(student)} ids "
             "mean another token): distillation compares distributions over the same tokens"
         )
-    shown = "; ".join(differing[:MOST_SHOWN])
+    examples = "; ".join(differing[:MAX_EXAMPLES])
     raise SystemExit(
         f"{label}: {len(differing)} token ids mean something else than to the student (id: the "
-        f"student's token, the teacher's): {shown}"
+        f"student's token, the teacher's): {examples}"
     )
 
 
@@ -228,12 +230,13 @@ def is_usable(episode: Episode) -> bool:
     return episode.finish_reason not in ("tool_failed", "unreadable")
 
 
-def store_divergences(episodes: list[Episode], index: TokenIndex, divergences: Tensor) -> None:
-    """Write the divergences [T] of the trained tokens into the episodes."""
-    values = divergences.tolist()
-    for number, episode in enumerate(episodes):
-        of_trained = iter(index.tokens_of(number))
-        episode.divergences = [values[next(of_trained)] if m else 0.0 for m in episode.loss_mask]
+def store_divergences(episodes: list[Episode], divergences: Tensor) -> None:
+    """Write the divergences [T] of the trained tokens, in their order, into the episodes."""
+    values = iter(divergences.tolist())
+    for episode in episodes:
+        episode.divergences = []
+        for is_trained in episode.loss_mask:
+            episode.divergences.append(next(values) if is_trained else 0.0)
 
 
 def check_replayed_prompts(episodes: list[Episode], path: Path, column: str | None) -> None:
@@ -264,4 +267,4 @@ def evaluate_teacher(teacher: nn.Module, rollouts: Rollouts, accuracy: float | N
         if teacher_accuracy <= accuracy:
             line = f"warning: {line}: nothing to learn from it on --eval-data"
         say(line)
-    return {name.replace("eval/", "eval/teacher_", 1): x for name, x in metrics.items()}
+    return {name.replace("eval/", "eval/teacher_", 1): metrics[name] for name in metrics}

@@ -305,7 +305,7 @@ def test_the_log_ratio_is_bounded(tmp_path):
 def test_divergences_stand_at_their_tokens():
     episodes = some_episodes()
     index = TokenIndex(episodes)
-    store_divergences(episodes, index, torch.arange(len(index), dtype=torch.float32))
+    store_divergences(episodes, torch.arange(len(index), dtype=torch.float32))
     flat = []
     for episode in episodes:
         assert len(episode.divergences) == len(episode.response_ids)
