@@ -102,17 +102,7 @@ class Job:
         if training:
             lock_everywhere(self.output_dir, self.world)
 
-        empty_model = skeleton(self.model_folder, machine.trust_remote_code)
-        self.attention = exact_attention(empty_model, requested_attention, machine)
-        refuse_inexact(empty_model, self.attention, f"--model {self.model_folder}")
-        self.compile, compile_reason = choose_compile(
-            empty_model, self.attention, machine, self.world.device
-        )
-        if compile_reason and self.world.device.type == "cuda":
-            say(f"layers are not compiled: {compile_reason}")
-        check_activation_memory(machine, self.compile)
-        self.num_embeddings = empty_model.get_input_embeddings().weight.shape[0]
-        self.num_positions = num_positions(empty_model.config.get_text_config())
+        self._read_architecture(requested_attention)
         # what must be the same in a checkpoint that is resumed; load_reference, load_critic and
         # load_teacher add to it
         self.identity = checkpoint_identity(script, Path(self.model_folder), machine)
@@ -135,6 +125,20 @@ class Job:
             f"{machine.strategy}, compute {self.compute_dtype} ({dtype_reason}) "
             f"-> {self.output_dir}"
         )
+
+    def _read_architecture(self, requested_attention: str) -> None:
+        """Set `attention`, `compile`, `num_embeddings` and `num_positions`. SystemExit for a model
+        that cannot be trained exactly."""
+        device = self.world.device
+        model = skeleton(self.model_folder, self.machine.trust_remote_code)
+        self.attention = exact_attention(model, requested_attention, self.machine)
+        refuse_inexact(model, self.attention, f"--model {self.model_folder}")
+        self.compile, reason = choose_compile(model, self.attention, self.machine, device)
+        if reason and device.type == "cuda":
+            say(f"layers are not compiled: {reason}")
+        check_activation_memory(self.machine, self.compile)
+        self.num_embeddings = model.get_input_embeddings().weight.shape[0]
+        self.num_positions = num_positions(model.config.get_text_config())
 
     def _open_tokenizer_and_vision(self, data: Data) -> None:
         """Set `tokenizer`, `vision` and `limits`. SystemExit for files that cannot be read, and for

@@ -279,8 +279,9 @@ def make_bins(
         bins = _bins_of_rows(episodes, selected, budget)
     else:
         groups = _groups(episodes, selected, layout.share_prompts)
-        bins_of_groups = _bins_of_groups(episodes, groups, budget)
-        bins = [[group.episode_indices for group in bin_] for bin_ in bins_of_groups]
+        bins = []
+        for groups_of_bin in _bins_of_groups(episodes, groups, budget):
+            bins.append([group.episode_indices for group in groups_of_bin])
     (num_bins,) = all_reduce([len(bins)], "max")
     while len(bins) < num_bins:
         bins.append([])
@@ -335,7 +336,10 @@ def _bins_of_groups(
 
 def _cost(bins: list[list[_Group]]) -> int:
     """What micro-batches cost, in tokens."""
-    return sum(MICRO_BATCH_COST + sum(group.num_tokens for group in bin_) for bin_ in bins)
+    cost = 0
+    for bin_ in bins:
+        cost += MICRO_BATCH_COST + sum(group.num_tokens for group in bin_)
+    return cost
 
 
 def _fill_bins(
