@@ -101,7 +101,7 @@ class Args:
     minibatches: Count = 1  # optimizer steps per rollout and epoch
     epochs_per_step: Count = 1  # passes over a rollout
     entropy_coef: float = 0.0  # weight of an entropy bonus
-    # of the engine's log-probs: weigh a token by trainer / engine probability, at most HIGH
+    # for sampling with the engine's probabilities: weigh a token by trainer / engine, at most HIGH
     # (truncate: TIS), or 0 outside LOW HIGH (mask: IcePop, MIS); or drop responses (sequence)
     correction: Literal["none", "truncate", "mask", "sequence"] = "none"
     # LOW HIGH of --correction; truncate has no LOW: give 0
