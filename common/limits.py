@@ -12,8 +12,6 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 
-import psutil
-
 ROOT = Path("/")
 # how errors say which memory has run out: torch's allocators, the driver's and cuBLAS's, C++'s,
 # oneDNN's
@@ -29,6 +27,8 @@ def free_memory(root: Path = ROOT) -> int:
     Pages of files that have not been used lately count as free: the kernel drops them when it needs
     memory.
     """
+    import psutil  # here: workers ask for no memory
+
     free = psutil.virtual_memory().available
     for folder in control_groups("memory", root):
         limit = memory_limit(folder)
@@ -39,6 +39,8 @@ def free_memory(root: Path = ROOT) -> int:
 
 def total_memory(root: Path = ROOT) -> int:
     """Bytes of memory of the machine, or of the smallest control group."""
+    import psutil  # here: workers ask for no memory
+
     limits = [memory_limit(folder) for folder in control_groups("memory", root)]
     return int(min([psutil.virtual_memory().total, *limits]))
 

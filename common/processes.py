@@ -8,7 +8,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,12 +35,16 @@ def cpus_of_rank() -> int:
 def in_threads(function: Callable, items: Iterable) -> list:
     """[function(item) of each item], in threads: for functions that decode pictures, which Pillow
     does without Python's lock."""
+    from concurrent.futures import ThreadPoolExecutor  # here: workers start no threads
+
     with ThreadPoolExecutor(cpus_of_rank()) as threads:
         return list(threads.map(function, items))
 
 
 def ahead_in_threads(function: Callable, items: Iterable, count: int) -> Iterator:
     """Yield function(item) of each item, in order; threads compute up to `count` of them ahead."""
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(cpus_of_rank()) as threads:
         results = deque()
         for item in items:

@@ -3,13 +3,15 @@ torch."""
 
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from math import isnan, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common.pictures import Media
+if TYPE_CHECKING:  # workers read no pictures
+    from concurrent.futures import Future
+
+    from common.pictures import Media
 
 Prompt = list[dict] | str
 Watch = Callable[[str], AbstractContextManager]  # what happens in `with watch(NAME)` is timed
@@ -47,7 +49,7 @@ class Row:
     extra_info: dict
     prompt_ids: list[int]
     # in the order of their placeholders in prompt_ids
-    media: list[Media] = field(default_factory=list)
+    media: "list[Media]" = field(default_factory=list)
     # {tool that the policy may call: its keyword arguments from this row}
     tools: dict[str, dict] = field(default_factory=dict)
     # keyword arguments of the function that answers the policy; None: it does not answer this row
@@ -89,7 +91,7 @@ class Episode:
     # {name: what a script has added to the score}
     terms: dict[str, float] = field(default_factory=dict)
     # in the order of their placeholders: the prompt's, then others
-    media: list[Media] = field(default_factory=list)
+    media: "list[Media]" = field(default_factory=list)
     turns: int = 0  # sampled so far
     # of tools: {turn, name, arguments, text, error, info, media: number of pictures in the reply}
     calls: list[dict] = field(default_factory=list)
@@ -184,7 +186,7 @@ class Request:
     seed: int
     # the step whose weights the engine must have: RuntimeError otherwise
     weights_step: int
-    media: Sequence[Media] = ()
+    media: "Sequence[Media]" = ()
 
 
 @dataclass(slots=True)
@@ -222,7 +224,15 @@ class ToolReply:
     failed: bool = False
     info: dict = field(default_factory=dict)
     role: str = "tool"  # of the message that holds text and images
-    pictures: Future[list[Media]] | None = None  # the images, once they are decoded
+    pictures: "Future[list[Media]] | None" = None  # the images, once they are decoded
+
+
+def error_text(reason: str, role: str) -> str:
+    """The text of a reply that is an error. The visual tools, whose replies are user messages, have
+    a wording of their own."""
+    if role == "user":
+        return trim(f"\nExecution error:\n{reason}\n")
+    return trim(f"Error: {reason}")
 
 
 def trim(text: str) -> str:

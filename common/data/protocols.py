@@ -10,7 +10,6 @@ from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from common.pictures import Media
-from common.types import trim
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CODE_OPEN, CODE_CLOSE = "<code>", "</code>"
@@ -231,14 +230,6 @@ class Code(Protocol):
         for number, picture in enumerate(pictures, start=num_pictures):
             parts += [f"<image_clue_{number}>", picture, f"</image_clue_{number}>"]
         return [*parts, REPLY_CLOSE]
-
-
-def error_text(reason: str, role: str) -> str:
-    """The text of a reply that is an error. The visual tools, whose replies are user messages, have
-    a wording of their own."""
-    if role == "user":
-        return trim(f"\nExecution error:\n{reason}\n")
-    return trim(f"Error: {reason}")
 
 
 class Native(Protocol):

@@ -7,7 +7,6 @@ It may be an `async def`: then up to 64 calls run concurrently. fn.timeout_s is 
 call.
 """
 
-import asyncio
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -264,8 +263,12 @@ class Scorer:
     def __init__(self, function: RewardFunction | None):
         self.function = function  # None: the built-in ones
         is_async = inspect.iscoroutinefunction(function)
-        # one loop for all batches: a client stays bound to the loop that it was first used in
-        self.runner = asyncio.Runner() if is_async else None
+        self.runner = None
+        if is_async:
+            import asyncio  # here: plain functions do without
+
+            # one loop for all batches: a client stays bound to the loop it was first used in
+            self.runner = asyncio.Runner()
         self.facts = {"timeout_s": deadline_of(function), "is_async": is_async}
 
     def __call__(self, job) -> dict:
@@ -304,6 +307,8 @@ async def score_together(
     function: RewardFunction, timeout_s: float, jobs: Sequence[Job]
 ) -> list[dict]:
     """The `score_response` of each job, or {"error": reason}; the calls run concurrently."""
+    import asyncio
+
     calls = [asyncio.create_task(await_score(function, *job)) for job in jobs]
     _, late = await asyncio.wait(calls, timeout=timeout_s)
     for call in late:

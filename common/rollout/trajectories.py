@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 
-from common.data.protocols import Call, Code, Protocol, error_text
+from common.data.protocols import Call, Code, Protocol
 from common.engine.protocol import Engine
 from common.flags import Rollout
 from common.pictures import Media
@@ -25,7 +25,16 @@ from common.tools.environments import (
 )
 from common.tools.pools import ToolPool
 from common.torch_repair import transformers
-from common.types import Completion, Episode, Row, Tool, ToolReply, Watch, with_replies
+from common.types import (
+    Completion,
+    Episode,
+    Row,
+    Tool,
+    ToolReply,
+    Watch,
+    error_text,
+    with_replies,
+)
 from common.vision import Vision
 
 # Calls that no policy makes. They are compared by identity: a policy may write a call of such a

@@ -21,7 +21,6 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from math import inf
-from multiprocessing.connection import wait
 
 from common.sandbox.interpreter import MAX_BYTES
 from common.sandbox.namespaces import (
@@ -35,7 +34,7 @@ from common.sandbox.namespaces import (
 from common.sandbox.replies import MAX_JSON, failed_block, parse_reply
 from common.sandbox.seccomp import first_filter, program_filter
 from common.types import ToolReply
-from common.workers.process import SIZE_BYTES, Link
+from common.workers.process import SIZE_BYTES, Link, wait
 
 START_S = 60
 CLEAN_S = 5  # to end what a trajectory has started, and to wipe its folder

@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import get_type_hints
 
-from pydantic import PydanticUserError, TypeAdapter
-
-from common.data.protocols import error_text
 from common.pictures import encode
 from common.tools import visual
 from common.tools.environments import (
@@ -33,7 +30,7 @@ from common.tools.environments import (
     load_environment,
     method_schemas,
 )
-from common.types import Tool, ToolReply, trim
+from common.types import Tool, ToolReply, error_text, trim
 from common.workers.pool import NO_WORKER, load_function
 from common.workers.process import describe
 
@@ -133,6 +130,8 @@ def check_schema(schema: dict) -> None:
 def make_schema(function: Callable, name: str) -> dict:
     """The schema of a function from its type hints and its docstring: the first paragraph, and the
     lines "parameter: text"."""
+    from pydantic import PydanticUserError, TypeAdapter  # here: tools with a schema do without
+
     hints = get_type_hints(function)
     parameters = inspect.signature(function).parameters
     lines = [line.strip() for line in docstring(function).splitlines()]

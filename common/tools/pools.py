@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from common.data.protocols import Call, Hermes, Protocol, error_text
+from common.data.protocols import Call, Hermes, Protocol
 from common.distributed import broadcast_object
 from common.tools import Caller, ToolJob, as_reply, find_tool, load_tools
-from common.types import Tool, ToolReply
+from common.types import Tool, ToolReply, error_text
 from common.workers.pool import Pool
 from common.workers.process import Worker
 

@@ -8,13 +8,12 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from math import inf
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from common.ending import at_end
 from common.progress import Progress
-from common.workers.process import USER_MODULE, Worker, describe
+from common.workers.process import USER_MODULE, Worker, describe, wait
 
 SHARE = 4  # homes of a worker before another one is started for the next home
 NO_WORKER = "no worker starts"  # start of the error of a job that no process could take

@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import resource
+import selectors
 import signal
 import socket
 import subprocess
@@ -23,10 +24,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from math import inf
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -120,6 +120,15 @@ class Link:
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # also ends the thread of `send`
         self.socket.close()
+
+
+def wait(sources: Iterable, timeout_s: float) -> list:
+    """Those of some sockets that are readable, or closed by their other end, once there is one, or
+    after `timeout_s`."""
+    with selectors.PollSelector() as selector:
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(timeout_s)]
 
 
 def send_rest(end: socket.socket, data: memoryview) -> None:

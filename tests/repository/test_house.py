@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def imported(text: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def import_graph() -> Graph:
     modules = house()
     graph: Graph = {}
@@ -235,6 +237,14 @@ def test_the_ground_is_light():
     programs += [["papers.pyvision.benchmarks", "--help"]]
     found = probe(programs, HEAVY, preload=GROUND)
     assert {name: said for name, said in found.items() if said != ["", []]} == {}
+
+
+def test_a_worker_imports_little():
+    """There are dozens, and each failure of a user's function starts another."""
+    later = ["asyncio", "concurrent.futures", "jinja2", "multiprocessing", "numpy", "psutil"]
+    later += ["pydantic", "tempfile"]
+    found = probe([["common.rewards"], ["common.tools"]], ["PIL", *later])
+    assert found == {"common.rewards": ["", []], "common.tools": ["", ["PIL"]]}
 
 
 @pytest.mark.parametrize(
