@@ -5,18 +5,11 @@ Linear time and no exception, whatever the response; a ground truth that no resp
 an error.
 """
 
-from common.rewards.answers import (
-    FRACTION,
-    MAX_CHARACTERS,
-    is_equal,
-    plain_value,
-    rational,
-    short_form,
-    split_units,
-    typeset,
-    units_agree,
-    unlabelled,
-)
+from common.rewards.answers import MAX_CHARACTERS, is_equal, plain_value
+from common.rewards.answers.relations import unlabelled
+from common.rewards.answers.spelling import FRACTION, rational, short_form
+from common.rewards.answers.typesetting import typeset
+from common.rewards.answers.units import split_units, units_agree
 from common.rewards.math import last_boxed, normalized_truth
 
 FORMAT = ("<think>", "</think>", "\\boxed{", "}")

@@ -2,14 +2,15 @@ r"""Rewards for mathematical answers: `#### 72` (GSM8K), \boxed{\frac{1}{2}} (MA
 204` (DAPO).
 
 All take linear time and none raises, whatever the response; a ground truth that no response could
-match is an error. common/rewards/answers.py decides when two answers are equal.
+match is an error. common/rewards/answers/ decides when two answers are equal.
 """
 
 import re
 from math import inf
 from numbers import Real
 
-from common.rewards.answers import MAX_CHARACTERS, is_equal, normalize, unit_name
+from common.rewards.answers import MAX_CHARACTERS, is_equal, normalize
+from common.rewards.answers.units import unit_name
 
 TAIL = 300  # characters of the response in which GSM8K and DAPO look for the answer, as in verl
 

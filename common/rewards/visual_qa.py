@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from fractions import Fraction
 from numbers import Real
 
-from common.rewards.answers import MAX_CHARACTERS, is_equal, normalize, rational, typeset
+from common.rewards.answers import MAX_CHARACTERS, is_equal, normalize
+from common.rewards.answers.spelling import rational
+from common.rewards.answers.typesetting import typeset
 from common.rewards.math import last_boxed, truth_text
 
 

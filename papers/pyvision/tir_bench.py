@@ -10,7 +10,8 @@ response, reasoning included; this file does none of these.
 import re
 from collections.abc import Mapping
 
-from common.rewards.answers import is_equal, rational
+from common.rewards.answers import is_equal
+from common.rewards.answers.spelling import rational
 from common.rewards.math import last_boxed, truth_text
 from common.rewards.visual_qa import edit_distance, option, plain, symbols_differ, trimmed
 

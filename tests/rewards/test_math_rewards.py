@@ -759,6 +759,8 @@ DIFFERENT = [  # in both directions
     (r"241,920,00\text{ cans}", r"241,920,000\text{ cans}"),
     (r"x=\pm8", "x=8"),
     (r"x\neq\pm5", r"x\neq5"),
+    (r"5 \mm", "5"),  # a command that LaTeX does not have, nearly \pm and \mp
+    (r"x = 5 \pp", "x = 5"),
     (r"y=\frac{x^{2}}{3} \quad y=-x", r"y=\frac{x^{9}}{3} \quad y=-x"),
     ("y_1=1-x\ny_2=3", "y_1=1-y\ny_2=3"),
     (r"a\in A", "A"),

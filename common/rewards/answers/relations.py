@@ -1,0 +1,174 @@
+r"""Equations, inequalities and labels: x = 5 is 5 with the label x, 2 < x \le 5 is (2, 5]."""
+
+import re
+from typing import NamedTuple
+
+from common.rewards.answers.brackets import outside, split_outside
+from common.rewards.answers.typesetting import RELATION_SIGN, TEXT_COMMAND
+
+FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
+EQUALITY = {"=", "\\in", "\\approx"}
+LESS = {"<", "\\le"}
+GREATER = {">", "\\ge"}
+VARIABLE = re.compile(r"\{?[A-Za-z]\}?|\\[a-z]+")
+LETTERS = (  # x, x_1, AB, \vec{a}, \angle A
+    r"(?:\\(?:overline|vec|hat|angle|triangle)(?![a-z])\s*)?(?:\{?[A-Z]{1,3}\}?|\{?[a-z]\}?|\\[a-z]+)'*"
+    r"(?:_\s*(?:\{[^{}]*\}|[0-9a-zA-Z]))?"
+)
+NAMES = [
+    rf"{LETTERS}(?:\^\s*\{{?\s*-1\s*\}}?)?(?:\s*\(\s*[A-Za-z0-9]\s*\))?",  # x, f^{-1}(x)
+    r"[fghA-Z]'*\s*\([^()]*\)",  # P(X = 2)
+    # m\angle A, \sin A
+    r"m\s*\\angle\s*[A-Z]+|\\(?:sin|cos|tan)\s*(?:\\angle\s*)?(?:[A-Z]+|\\[a-z]+)",
+    # A \cup B
+    rf"(?:\\complement\s*(?:_\s*\{{?[A-Z]\}}?)?\s*)?{LETTERS}(?:\s*\\c[au]p\s*{LETTERS})?",
+    r"\|\s*(?:[A-Z]{2}|\\vec\s*\{?[a-zA-Z]+\}?)\s*\|",  # |AB|
+    r"\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)",  # (x, y)
+    r"\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}|[A-Z]{2}\s*[:/]\s*[A-Z]{2}",  # AB : CD
+]
+# what stands on the left of x = 5
+NAME = re.compile("|".join(NAMES))
+WORDS = re.compile(r"(?:\s|\\text\{[^{}0-9]*\}|[A-Za-z]{3,}+)+")
+SEPARATOR = re.compile(r"[,;]")
+UNION = re.compile(r"\\cup(?![a-zA-Z])")
+INTERSECTION = re.compile(r"\\cap(?![a-zA-Z])")
+
+
+class Relation(NamedTuple):
+    r"""2 < x \le 5 has the sides 2, x and 5, and the signs < and \le."""
+
+    sides: list[str]
+    signs: list[str]
+
+
+def read_relation(text: str) -> Relation | None:
+    """None of a text without a relation outside of all brackets, and of a list, a union or an
+    intersection of several."""
+    signs = outside(text, RELATION_SIGN)
+    if not signs or outside(text, SEPARATOR):
+        return None
+    for pattern in (UNION, INTERSECTION):
+        parts = split_outside(text, pattern)
+        if len(parts) > 1 and all(outside(part, RELATION_SIGN) for part in parts):
+            return None
+    sides: list[str] = []
+    start = 0
+    for sign in signs:
+        sides.append(text[start : sign.start()].strip())
+        start = sign.end()
+    sides.append(text[start:].strip())
+    return Relation(sides, [sign[0] for sign in signs])
+
+
+def without_label(text: str) -> str:
+    """5 of x = 5, of 5 = x, of Area = 5 and of x = 2 + 3 = 5; [0,1] of x in [0,1]; other texts as
+    they are."""
+    relation = read_relation(text)
+    if not relation or not set(relation.signs) <= EQUALITY:
+        return text
+    sides, signs = relation
+    if signs[-1] == "\\in" and VARIABLE.fullmatch(sides[-1]):  # a \in A
+        return text
+    if has_prose(sides):
+        return text
+    if sides[-1] and (NAME.fullmatch(sides[0]) or WORDS.fullmatch(sides[0])):
+        return sides[-1]
+    if len(sides) == 2 and sides[0] and NAME.fullmatch(sides[1]):
+        return sides[0]
+    return text
+
+
+def has_prose(sides: list[str]) -> bool:
+    """Whether words stand between two signs, as in x = 5 when y = 3."""
+    return any(re.search(r"\\text|(?<![\\A-Za-z])[A-Za-z]{3,}", side) for side in sides[1:-1])
+
+
+def unlabelled(answer: str, truth: str) -> tuple[str, str]:
+    """Both without a label; but x = 5 and y = 5 are two lines."""
+    if labels_differ(answer, truth):
+        return answer, truth
+    return without_label(answer), without_label(truth)
+
+
+def label(text: str) -> str:
+    """The x of x = 5, of 5 = x and of x = 5, 6, the Area of Area = 5; "" if there is none."""
+    items = split_outside(text, SEPARATOR)
+    relation = read_relation(items[0])
+    if not relation or not set(relation.signs) <= EQUALITY:
+        return ""
+    if any(read_relation(item) for item in items[1:]):
+        return ""
+    sides = relation.sides
+    if len(sides) > 2:
+        sides = sides[:1]
+    for side in sides:
+        if NAME.fullmatch(side) or WORDS.fullmatch(side):
+            return TEXT_COMMAND.sub(r" \1 ", side).strip()
+    return ""
+
+
+def labels_differ(answer: str, truth: str) -> bool:
+    """Whether two labels of one kind differ, as x and y, f(1) and f(2), Area and Perimeter; y is
+    f(x), AB is BA."""
+    name = label(answer)
+    true_name = label(truth)
+    if not name or not true_name:
+        return False
+    is_symbol = NAME.fullmatch(name) is not None
+    true_is_symbol = NAME.fullmatch(true_name) is not None
+    if is_symbol != true_is_symbol or ("(" in name) != ("(" in true_name):
+        return False
+    if not is_symbol:  # one may tell more: Area and The area
+        words = set(name.lower().split())
+        true_words = set(true_name.lower().split())
+        return not (words <= true_words or true_words <= words)
+    letters, *index = bare_name(name).split("_")
+    true_letters, *true_index = bare_name(true_name).split("_")
+    if index and true_index and index != true_index:
+        return True
+    is_segment = letters.isupper() and sorted(letters) == sorted(true_letters)  # AB and BA
+    return letters != true_letters and not is_segment
+
+
+def bare_name(name: str) -> str:
+    """AB of |AB|, \\overline{AB} and m\\angle AB."""
+    return re.sub(r"[\s{}|]|^m\s*(?=\\angle)|\\(?:overline|angle|triangle)(?![a-z])", "", name)
+
+
+def symbols_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?:_\{?[A-Za-z0-9]+)?", text))
+
+
+def interval_of(relation: Relation) -> tuple[str, str] | None:
+    r"""("x", "(2, \infty)") of x > 2 and of 2 < x, a union of x \ne 2; None if no side is a
+    letter."""
+    sides, signs = relation
+    if signs == ["\\ne"] and VARIABLE.fullmatch(sides[0]):
+        return sides[0], reals_without(sides[1])
+    if signs == ["\\in"] and VARIABLE.fullmatch(sides[0]) and not VARIABLE.fullmatch(sides[1]):
+        return sides[0], sides[1]
+    if set(signs) <= GREATER:
+        sides, signs = reverse(relation)
+    if not set(signs) <= LESS:
+        return None
+    if len(sides) == 2 and VARIABLE.fullmatch(sides[0]):
+        sides = ["-\\infty", *sides]
+        signs = ["<", *signs]
+    elif len(sides) == 2:
+        sides = [*sides, "\\infty"]
+        signs = [*signs, "<"]
+    if len(sides) != 3 or not VARIABLE.fullmatch(sides[1]):
+        return None
+    start = "[" if signs[0] == "\\le" else "("
+    end = "]" if signs[1] == "\\le" else ")"
+    return sides[1], f"{start}{sides[0]}, {sides[2]}{end}"
+
+
+def reverse(relation: Relation) -> Relation:
+    """5 > x > 2 of 2 < x < 5."""
+    signs = [FLIPPED[sign] for sign in reversed(relation.signs)]
+    return Relation(relation.sides[::-1], signs)
+
+
+def reals_without(number: str) -> str:
+    return rf"(-\infty, {number}) \cup ({number}, \infty)"
