@@ -679,7 +679,7 @@ def test_a_browser_sorts_the_samples_and_runs_nothing_else(tmp_path):
 VISIBLE = "[...document.querySelectorAll('tbody tr')].filter(row => row.offsetHeight > 0).length"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # what the filter offers is tested above
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_samples_fit_the_screen_and_are_filtered_without_a_script(tmp_path):
     save_samples(

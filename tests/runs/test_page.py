@@ -786,7 +786,7 @@ def crowded(tokenizer) -> list[dict]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # what stands on a page is tested above
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 @pytest.mark.parametrize("with_teacher", [False, True])
 def test_rollouts_fit_the_screen(tmp_path, tokenizer, with_teacher):
