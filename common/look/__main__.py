@@ -7,14 +7,13 @@ pages.
 - runs/NAME/rollouts/step_000012.parquet: its page anew
 """
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import tyro
 
 from common.flags import JsonObject, call_program
-from common.look.curves import plot_curves
+from common.look.curves import argument_of, plot_curves
 from common.look.page import write_page
 from common.look.samples import sample_files, samples_page
 
@@ -122,7 +121,7 @@ def draw_pages(dumps: list[Path], run: Path, folder: Path, tokenizer: str | None
         return
     from common.look.show import tokenizer_of
 
-    name = tokenizer or model_of(run)
+    name = tokenizer or argument_of(run, "model")
     if not isinstance(name, str):
         raise SystemExit(f"{run}: no config.json that names the model; give --tokenizer")
     try:
@@ -134,17 +133,6 @@ def draw_pages(dumps: list[Path], run: Path, folder: Path, tokenizer: str | None
         write_page(dump, decoder, page)
         if page.is_file():
             print(page)
-
-
-def model_of(run: Path) -> object:
-    """--model in a run's config.json; None if that cannot be read."""
-    path = run / "config.json"
-    if not path.is_file():  # reading a pipe would never end
-        return None
-    try:
-        return json.loads(path.read_text())["args"]["model"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
 
 
 if __name__ == "__main__":

@@ -8,17 +8,18 @@ import numpy as np
 
 from common.files import full_disk_is_a_warning, replace_file
 
-# title of a panel -> {metric: label}
+# title of a panel -> {metric: label}; for {decoding} see `decoding_of`
 PANELS = {
     "reward": {"reward/mean": "mean"},
-    "accuracy": {"reward/accuracy": "train, sampled", "eval/accuracy": "eval"},
-    "share that looks (RaPR)": {"tool/rapr": "train, sampled", "eval/rapr": "eval"},
+    "accuracy": {"reward/accuracy": "train, sampled", "eval/accuracy": "eval{decoding}"},
+    "share that looks (RaPR)": {"tool/rapr": "train, sampled", "eval/rapr": "eval{decoding}"},
     "response length (tokens)": {"rollout/response_length": "mean"},
-    "share that is cut off": {"rollout/truncated": "train, sampled", "eval/truncated": "eval"},
-    "KL to reference, engine gap": {
-        "policy/kl_to_ref": "KL",
-        "policy/rollout_logprob_gap": "log-prob gap",
+    "share that is cut off": {
+        "rollout/truncated": "train, sampled",
+        "eval/truncated": "eval{decoding}",
     },
+    "KL to the reference (nats)": {"policy/kl_to_ref": "mean"},
+    "log-prob gap, engine to trainer": {"policy/rollout_logprob_gap": "mean"},
     "entropy (nats)": {"policy/entropy": "mean"},
     "loss": {"policy/loss": "train", "eval/loss": "eval"},
     "step time (s)": {"time/step_s": "step"},
@@ -71,6 +72,25 @@ def finite(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
     return steps, values
 
 
+def argument_of(run: Path, name: str) -> object:
+    """An argument in a run's config.json; None if that cannot be read."""
+    path = run / "config.json"
+    if not path.is_file():  # reading a pipe would never end
+        return None
+    try:
+        return json.loads(path.read_text())["args"][name]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def decoding_of(run: Path) -> str:
+    """How a run's evaluations decode, as the end of a label; empty if that is not known."""
+    temperature = argument_of(run, "eval_temperature")
+    if not isinstance(temperature, int | float):
+        return ""
+    return ", sampled" if temperature > 0 else ", greedy"
+
+
 def panels_of(measured: set[str]) -> dict[str, dict[str, str]]:
     """PANELS with those metrics that were measured."""
     panels = {}
@@ -101,6 +121,7 @@ def plot_curves(run_dir: Path, folder: Path | None = None, warn: bool = False) -
             if len(steps):
                 curves[key] = (steps, values)
     panels = panels_of(set(curves))
+    decoding = decoding_of(Path(run_dir))
     if not panels:
         return
     num_columns = min(3, len(panels))
@@ -111,15 +132,16 @@ def plot_curves(run_dir: Path, folder: Path | None = None, warn: bool = False) -
     # room in inches for titles, ticks and labels: matplotlib's own layouts draw everything twice
     # to find it
     figure.subplots_adjust(
-        left=0.6 / width,
+        left=0.8 / width,
         right=1 - 0.15 / width,
         bottom=0.5 / height,
         top=1 - 0.35 / height,
-        wspace=0.7 / 3.4,
+        wspace=0.95 / 3.25,
         hspace=0.85 / 2.0,
     )
     for place, (title, labels) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(num_rows, num_columns, place)
+        labels = {key: label.format(decoding=decoding) for key, label in labels.items()}
         draw_panel(axes, title, labels, curves)
     path = (folder or Path(run_dir)) / "curves.png"
     with full_disk_is_a_warning(path):
@@ -144,10 +166,30 @@ def draw_panel(
         axes.plot(centers, means, color=color, label=labels[key])
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel("step", fontsize=8)
+    axes.set_ylim(value_range(np.concatenate([curves[key][1] for key in labels])))
     if title.startswith("share"):
         axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+    # each tick whole: matplotlib would write what they have in common on the title
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:g}")  # those of `value_range` differ within six digits
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.2)
     if len(PANELS[title]) > 1:
         axes.legend(frameon=False, fontsize=8)
+
+
+def value_range(values: np.ndarray) -> tuple[float, float]:
+    """Limits of an axis with room for the values. Those within a thousandth of each other are a
+    constant, which stands in the middle."""
+    low = values.min()
+    high = values.max()
+    magnitude = max(abs(low), abs(high))
+    if high - low > 1e-3 * magnitude:
+        room = 0.05 * (high - low)
+    elif magnitude > 0:
+        room = 0.1 * magnitude
+    else:
+        room = 1.0
+    return low - room, high + room

@@ -14,6 +14,7 @@ from common.files import replace_file, shorten
 MAX_TEXT = 12_000  # characters of one text on a page
 REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1+")  # <|image_pad|>, hundreds of times
 MARKUP = re.compile(r"&lt;(?:/?\w{1,20}|\|\w{1,40}\|)&gt;")  # <think>, escaped
+NAVIGATION = re.compile(r"<nav>.*?</nav>")
 SPACES = str.maketrans({"\t": "    ", "\r": None})
 
 
@@ -63,3 +64,36 @@ def save_page(page: Path, text: str) -> None:
     replace_file(
         page, lambda temporary: temporary.write_text(text, encoding="utf-8", errors="replace")
     )
+
+
+def save_among_neighbours(page: Path, text: str) -> None:
+    """Write a page of a step, STEP.html or another, with links to those before and after it, whose
+    links are renewed."""
+    save_with_links(page, text)
+    for neighbour in neighbours(page).values():
+        save_with_links(neighbour, neighbour.read_text("utf-8", errors="replace"))
+
+
+def neighbours(page: Path) -> dict[str, Path]:
+    """The pages of the previous and the next step in its folder, as far as they exist."""
+    pages = {page}
+    for path in page.parent.glob(f"step_{'[0-9]' * 6}.html"):
+        if path.is_file():
+            pages.add(path)
+    in_order = sorted(pages)
+    place = in_order.index(page)
+    neighbours = {}
+    if place > 0:
+        neighbours["previous"] = in_order[place - 1]
+    if place + 1 < len(in_order):
+        neighbours["next"] = in_order[place + 1]
+    return neighbours
+
+
+def save_with_links(page: Path, text: str) -> None:
+    """Write a page with links to its neighbours as they are now."""
+    links = ""
+    for name, path in neighbours(page).items():
+        step = int(path.stem.removeprefix("step_"))
+        links += f'<a href="{path.name}">{name}: step {step}</a>'
+    save_page(page, NAVIGATION.sub(f"<nav>{links}</nav>", text, count=1))

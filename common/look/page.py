@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.look.html import MAX_TEXT, render, save_page
+from common.look.html import MAX_TEXT, render, save_among_neighbours
 from common.look.shades import SHADES, mean_divergence, shaded_spans
 from common.pictures import decode
 from common.types import FINISH_REASONS
@@ -22,7 +22,6 @@ PAGE_PROMPTS = 8  # groups of episodes on the page
 SIZES = {"image": (640, 300), "video": (200, 110)}
 # as the template of Qwen2.5 offers them
 TOOLS = re.compile(r"<tools>\s*(\{.*?)\s*</tools>", re.DOTALL)
-NAVIGATION = re.compile(r"<nav>.*?</nav>")
 
 
 def rollout_page(title: str, episodes: list[dict]) -> str:
@@ -133,9 +132,7 @@ def write_page(dump: Path, tokenizer, page: Path | None = None) -> None:
         pictures = read_pictures(dump, rows)
         episodes = [page_episode(row, pictures, tokenizer) for row in rows]
         title = f"{dump.absolute().parent.parent.name}, step {rows[0]['step']}"
-        save_with_links(page, rollout_page(title, episodes))
-        for neighbour in neighbours(page).values():
-            save_with_links(neighbour, neighbour.read_text("utf-8", errors="replace"))
+        save_among_neighbours(page, rollout_page(title, episodes))
     except (OSError, pa.ArrowException) as error:
         # a full disk, or half a file, costs the page, not the run
         print(f"warning: {page} not written ({error})", flush=True)
@@ -161,31 +158,6 @@ def read_pictures(dump: Path, rows: list[dict]) -> dict[str, bytes]:
         table = pq.read_table(path, filters=[("hash", "in", names)]).to_pydict()
         pictures.update(zip(table["hash"], table["bytes"]))
     return pictures
-
-
-def neighbours(page: Path) -> dict[str, Path]:
-    """The pages of the previous and the next dump, as far as they exist."""
-    pages = {page}
-    for path in page.parent.glob(f"step_{'[0-9]' * 6}.html"):
-        if path.is_file():
-            pages.add(path)
-    in_order = sorted(pages)
-    place = in_order.index(page)
-    neighbours = {}
-    if place > 0:
-        neighbours["previous"] = in_order[place - 1]
-    if place + 1 < len(in_order):
-        neighbours["next"] = in_order[place + 1]
-    return neighbours
-
-
-def save_with_links(page: Path, text: str) -> None:
-    """Write a page with links to its neighbours as they are now."""
-    links = ""
-    for name, path in neighbours(page).items():
-        step = int(path.stem.removeprefix("step_"))
-        links += f'<a href="{path.name}">{name}: step {step}</a>'
-    save_page(page, NAVIGATION.sub(f"<nav>{links}</nav>", text, count=1))
 
 
 def page_episode(row: dict, pictures: dict[str, bytes], tokenizer) -> dict:

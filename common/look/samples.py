@@ -1,11 +1,25 @@
 """The samples of evaluations, each file of them as one HTML page."""
 
+from collections import Counter
 from pathlib import Path
 
 from common.data.rows import RowFiles
-from common.look.html import render, save_page
+from common.look.html import render, save_among_neighbours
 
 MAX_SAMPLES = 1000  # on a page
+VERDICTS = ("wrong", "not scored", "right", "no truth")  # as the column sorts
+KINDS = ("right", "wrong", "cut off", "not scored", "no truth")  # as the filter offers them
+# key of a sample -> name of its column
+COLUMNS = {
+    "row": "row",
+    "data_source": "source",
+    "prompt": "prompt",
+    "completion": "completion",
+    "truth": "truth",
+    "verdict": "verdict",
+    "score": "score",
+    "length": "length",
+}
 
 
 def sample_files(run: Path) -> list[Path]:
@@ -28,9 +42,40 @@ def samples_page(file: Path, folder: Path) -> Path:
         if not page.exists() or page.stat().st_mtime < file.stat().st_mtime:
             records = RowFiles([file], "samples").records()
             samples = [record for record in records if isinstance(record, dict)]
-            samples.sort(key=lambda sample: sample.get("correct") is not False)
-            text = render("samples.html", file=file, samples=samples, max_samples=MAX_SAMPLES)
-            save_page(page, text)
+            save_among_neighbours(page, render_samples(file, samples))
     except (OSError, ValueError) as error:  # half a file, or a full disk
         print(f"warning: {page} not written ({error})", flush=True)
     return page
+
+
+def render_samples(file: Path, samples: list[dict]) -> str:
+    """A whole HTML document of the first MAX_SAMPLES, without the columns that none of them has."""
+    samples = [sample | {"verdict": verdict_of(sample)} for sample in samples]
+    samples.sort(key=lambda sample: sample["verdict"] != "wrong")
+    shown = samples[:MAX_SAMPLES]
+    counts = Counter(sample["verdict"] for sample in shown)
+    counts["cut off"] = sum(bool(sample.get("truncated")) for sample in shown)
+    columns = {}
+    for key, name in COLUMNS.items():
+        if any(sample.get(key) is not None for sample in shown):
+            columns[key] = name
+    return render(
+        "samples.html",
+        file=file,
+        num_samples=len(samples),
+        num_wrong=sum(sample["verdict"] == "wrong" for sample in samples),
+        samples=shown,
+        columns=columns,
+        verdicts=VERDICTS,
+        kinds={kind: counts[kind] for kind in KINDS if counts[kind] > 0},
+    )
+
+
+def verdict_of(sample: dict) -> str:
+    """One of VERDICTS."""
+    correct = sample.get("correct")
+    if sample.get("failed"):
+        return "not scored"
+    if correct is None:
+        return "no truth"
+    return "right" if correct else "wrong"

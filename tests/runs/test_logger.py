@@ -651,22 +651,102 @@ def test_curves(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
-def test_curves_are_over_whole_steps(tmp_path, monkeypatch, capsys):
-    log = make(tmp_path)
-    for step in (1, 2, 3):
-        log.log(step, {"reward/mean": 0.5, "rollout/truncated": 0.1 * step})
+@pytest.fixture
+def panels(tmp_path, monkeypatch):
+    """A function: {title: axes} of the curves of the run in tmp_path, which are not saved."""
     figures = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig", lambda figure, path, **_: figures.append(figure)
     )
     monkeypatch.setattr("common.look.curves.replace_file", lambda path, write: write(path))
-    plot_curves(tmp_path)
-    panels = {axes.get_title("left"): axes for axes in figures[0].axes}
-    assert list(panels) == ["reward", "share that is cut off"]
-    for axes in panels.values():
+
+    def draw(*records: dict):
+        lines = [json.dumps({"step": step} | record) for step, record in enumerate(records, 1)]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+        plot_curves(tmp_path)
+        return {axes.get_title("left"): axes for axes in figures[-1].axes}
+
+    return draw
+
+
+def ticks(axis) -> list[str]:
+    """What stands at the ticks that are seen."""
+    low, high = axis.get_view_interval()
+    places = [place for place in axis.get_majorticklocs() if low <= place <= high]
+    texts = axis.get_major_formatter().format_ticks(places)
+    assert axis.get_major_formatter().get_offset() == "", "which would stand on the title"
+    return texts
+
+
+def test_curves_are_over_whole_steps(panels):
+    drawn = panels(*({"reward/mean": 0.5, "rollout/truncated": 0.1 * i} for i in (1, 2, 3)))
+    assert list(drawn) == ["reward", "share that is cut off"]
+    for axes in drawn.values():
         assert axes.get_xlabel() == "step"
         assert all(tick == round(tick) for tick in axes.get_xticks())
-    assert panels["share that is cut off"].get_ylim()[0] == 0
+    assert drawn["share that is cut off"].get_ylim()[0] == 0
+
+
+@pytest.mark.parametrize(
+    "steps, expected",
+    [
+        ([1], ["1"]),
+        ([1, 2], ["1", "2"]),
+        ([10**6, 3 * 10**6], ["1000000", "1500000", "2000000", "2500000", "3000000"]),
+    ],
+)
+def test_steps_are_written_out(panels, steps, expected):
+    drawn = panels(*({"step": step, "reward/mean": 0.1 * step} for step in steps))
+    assert ticks(drawn["reward"].xaxis) == expected
+
+
+@pytest.mark.parametrize("magnitude", [1e-9, 0.03, 1.0, 123.0, 4e7])
+@pytest.mark.parametrize("spread", [0.0, 1e-16, 1e-5, 2e-3, 0.3, 2.0])
+def test_ticks_that_differ_look_different(panels, magnitude, spread):
+    values = [magnitude, magnitude * (1 + spread), magnitude * (1 + 0.3 * spread)]
+    axis = panels(*({"reward/mean": value} for value in values))["reward"].yaxis
+    low, high = axis.get_view_interval()
+    assert low < min(values) and max(values) < high
+    texts = ticks(axis)
+    assert len(set(texts)) == len(texts) >= 3
+    assert max(len(text) for text in texts) <= 10, "there is room for ten"
+    if spread < 1e-3:
+        assert high - low > 0.1 * magnitude, "a constant, not the noise of its rounding"
+
+
+def test_a_constant_of_zero_has_an_axis(panels):
+    drawn = panels({"reward/mean": 0.0, "rollout/truncated": 0.0}, {"reward/mean": 0.0})
+    assert drawn["reward"].get_ylim() == (-1, 1)
+    assert drawn["share that is cut off"].get_ylim() == (0, 1)
+
+
+def test_a_panel_is_named_after_what_was_measured(panels):
+    gap = {"policy/rollout_logprob_gap": 1e-3}
+    assert list(panels(gap, gap)) == ["log-prob gap, engine to trainer"]
+    assert list(panels(gap | {"policy/kl_to_ref": 0.1})) == [
+        "KL to the reference (nats)",
+        "log-prob gap, engine to trainer",
+    ]
+
+
+@pytest.mark.parametrize(
+    "args, label",
+    [
+        ({"eval_temperature": 0.0}, "eval, greedy"),
+        ({"eval_temperature": 0.6}, "eval, sampled"),
+        ({"eval_temperature": "?"}, "eval"),
+        ({}, "eval"),
+    ],
+)
+def test_the_legend_says_how_evaluations_decode(tmp_path, panels, args, label):
+    (tmp_path / "config.json").write_text(json.dumps({"args": args}))
+    metrics = ["reward/accuracy", "eval/accuracy", "tool/rapr", "eval/rapr"]
+    metrics += ["rollout/truncated", "eval/truncated"]
+    for axes in panels(dict.fromkeys(metrics, 0.5)).values():
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert labels == ["train, sampled", label]
+    losses = panels({"policy/loss": 1.0, "eval/loss": 1.0})["loss"]
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["train", "eval"]
 
 
 class Left(Exception):

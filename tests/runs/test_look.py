@@ -16,6 +16,7 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from browser import CHROMIUM, SCREENS, Browser, check_screen
 from episodes import random_episodes
 from vl import build_tokenizer, picture
 
@@ -582,6 +583,62 @@ def test_samples_of_both_kinds_have_a_page_each(tmp_path, capsys):
     )
 
 
+def kinds(page: Path) -> list[str]:
+    """What the filter offers."""
+    return re.findall(r'<input type="radio"[^>]*> ([^<]*)<', page.read_text())
+
+
+def test_samples_have_no_column_without_a_value(tmp_path):
+    names = ["row", "source", "prompt", "completion", "truth", "verdict", "score", "length"]
+    save_samples(tmp_path / "eval/step_000001.parquet", 3)
+    page = samples_page(tmp_path / "eval/step_000001.parquet", tmp_path / "pages")
+    assert cells(page)[0] == names
+    save_samples(tmp_path / "eval/step_000002.parquet", 3, truth=None, score=None, correct=None)
+    page = samples_page(tmp_path / "eval/step_000002.parquet", tmp_path / "pages")
+    assert cells(page)[0] == ["row", "source", "prompt", "completion", "verdict", "length"]
+    assert [row[4] for row in cells(page)[1:]] == ["no truth"] * 3
+
+
+def test_the_filter_offers_what_there_is(tmp_path):
+    """Four of each verdict, the first of them cut off; and one that no scorer answered for."""
+    save_samples(tmp_path / "eval/step_000001.parquet", 12)
+    file = tmp_path / "eval/step_000001.parquet"
+    rows = pq.read_table(file).to_pylist()
+    for row in rows:
+        row |= {"truncated": row["row"] < 3, "failed": row["row"] == 4}
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    page = samples_page(file, tmp_path / "pages")
+    assert kinds(page) == [
+        "all 12",
+        "right 4",
+        "wrong 3",
+        "cut off 3",
+        "not scored 1",
+        "no truth 4",
+    ]
+    assert "12 samples, 3 of them wrong" in page.read_text()
+    verdicts = [row[5] for row in cells(page)[1:]]
+    assert verdicts[:3] == ["wrong, cut off", "wrong", "wrong"]
+    assert verdicts[3:7] == ["right, cut off", "no truth, cut off", "right", "not scored"]
+    save_samples(file, 1)
+    os.utime(page, (1, 1))
+    assert kinds(samples_page(file, tmp_path / "pages")) == ["all 1", "right 1"]
+
+
+def test_samples_link_to_the_evaluations_before_and_after(tmp_path):
+    files = [tmp_path / f"eval/step_00000{step}.parquet" for step in (0, 5)]
+    pages = [tmp_path / "pages" / file.with_suffix(".html").name for file in files]
+    save_samples(files[0], 1)
+    samples_page(files[0], tmp_path / "pages")
+    assert links(pages[0]) == []
+    os.utime(pages[0], (1, 1))
+    save_samples(files[1], 1)
+    samples_page(files[1], tmp_path / "pages")
+    assert links(pages[0]) == [("step_000005.html", "next: step 5")]
+    assert links(pages[1]) == [("step_000000.html", "previous: step 0")]
+    assert pages[0].stat().st_mtime == 1, "its samples are as old as they were"
+
+
 def dom(page: Path, chosen: str, folder: Path) -> str:
     """What chromium has made of a page, with the requests that it wanted to make in
     folder/log.json."""
@@ -617,3 +674,38 @@ def test_a_browser_sorts_the_samples_and_runs_nothing_else(tmp_path):
         "and chromium's own"
     )
     assert not [url for url in requests if "evil.test" in url]
+
+
+VISIBLE = "[...document.querySelectorAll('tbody tr')].filter(row => row.offsetHeight > 0).length"
+
+
+@pytest.mark.slow  # what the filter offers is tested above
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_samples_fit_the_screen_and_are_filtered_without_a_script(tmp_path):
+    save_samples(
+        tmp_path / "eval/step_000001.parquet",
+        40,
+        prompt="Sort these words. " * 60 + "The end of the prompt.",
+        completion="x" * 500,
+        truth="https://example.org/" + "a" * 120,
+    )
+    page = samples_page(tmp_path / "eval/step_000001.parquet", tmp_path / "pages")
+    with Browser(tmp_path) as browser:
+        for width, is_dark in SCREENS:
+            browser.open(page, width, is_dark)
+            browser.run("document.querySelectorAll('details').forEach(text => text.open = true)")
+            check_screen(browser, tmp_path / f"samples_{width}.png", is_dark)
+        browser.call("Emulation.setScriptExecutionDisabled", value=True)
+        browser.open(page, width=390)
+        assert browser.run(VISIBLE) == 40
+        for kind, count in {"wrong": 13, "right": 14, "no-truth": 13}.items():
+            browser.run(f"document.getElementById('{kind}').click()")
+            assert browser.run(VISIBLE) == count
+        browser.run("scrollTo(0, 5000)")
+        browser.run("document.querySelector('.filter input').click()")
+        assert browser.run(VISIBLE) == 40, "and back"
+        top, bottom = browser.run(
+            "(({top, bottom}) => [top, bottom])"
+            "(document.querySelector('.filter').getBoundingClientRect())"
+        )
+        assert top >= 0 and bottom < 844, "the way back stays on the screen"

@@ -12,6 +12,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from browser import CHROMIUM, SCREENS, Browser, check_screen
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -743,3 +744,59 @@ def test_long_turns_stay_bounded(tokenizer):
     plain = shaded(tokenizer, text, [0.01])
     turn = read([plain]).find("div", "policy")[0].all("pre")[0]
     assert turn.text == shorten(text, MAX_TEXT) and not turn.all("u")
+
+
+# --- screens ---
+
+
+def crowded(tokenizer) -> list[dict]:
+    """Episodes with long prompts, words, names, badges and pictures, and shades."""
+    long_word = "https://example.org/" + "a" * 300
+    media = [
+        image(noise((1280, 120))),
+        image(*[noise((320, 240), seed) for seed in range(8)], kind="video"),
+        image(noise((300, 900))),
+    ]
+    segments = [
+        segment("prompt", "Look at the pictures. " * 300 + "This is the end.", 0, 1),
+        segment("policy", "First I zoom in. " * 30 + long_word),
+        segment("observation", "Here is the crop.", 2),
+        segment("policy", "The answer is 4."),
+    ]
+    arguments = {"a_long_name_of_an_argument" * 3: long_word, "box": [0.123456789] * 4}
+    calls = [
+        call(arguments=arguments, info={"target": 0, "box": [0.1, 0.1, 0.4, 0.9]}),
+        call(error=True, text=long_word, info={"target": 1, "frames": [2, 3]}),
+    ]
+    sample = {
+        "score": -123456.7,
+        "finish_reason": "max_tool_errors",
+        "finish": "as many calls failed as --max-tool-errors allows",
+        "rewards": {"a_component_of_the_reward" * 2: 0.123456789, "note": long_word},
+        "truth": long_word,
+        "media": media,
+        "segments": segments,
+        "calls": calls,
+    }
+    text = "3 + 1 = 4, so it is 4. " * 20
+    return [
+        episode(0, 0, advantage=-0.00123, **sample),
+        episode(0, 1, advantage=None, **sample),
+        shaded(tokenizer, text, [0.0, 0.05, 0.5, -5.0], prompt_index=1, finish_reason="length"),
+    ]
+
+
+@pytest.mark.slow  # what stands on a page is tested above
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+@pytest.mark.parametrize("with_teacher", [False, True])
+def test_rollouts_fit_the_screen(tmp_path, tokenizer, with_teacher):
+    episodes = crowded(tokenizer)
+    page = tmp_path / "page.html"
+    page.write_text(rollout_page("a run, step 12", episodes if with_teacher else episodes[:2]))
+    with Browser(tmp_path) as browser:
+        for width, is_dark in SCREENS:
+            browser.open(page, width, is_dark)
+            browser.run(
+                "document.querySelectorAll('details').forEach(sample => sample.open = true)"
+            )
+            check_screen(browser, tmp_path / f"page_{width}.png", is_dark)
