@@ -5,9 +5,11 @@
     python -m common.prepare.reasoning_gym --task chain_sum --levels 1 2 --out data/chain_sum
     python -m common.prepare.reasoning_gym --task chain_sum --config '{"max_terms": 3}' \\
         --out data/chain_sum
+    python -m common.prepare.reasoning_gym --task chain_sum --examples 2 --out data/chain_sum
 
 The package is optional: pip install reasoning-gym==0.1.25. It has about a hundred tasks, each with
 a generator and a scorer of its own, and levels of difficulty. A question of test is not in train.
+Rows have the answer in extra_info, so sft.py takes them, too.
 """
 
 import json
@@ -30,13 +32,21 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 NUM_CHECKED = 20  # problems of each level whose answers are scored
+NUM_EXAMPLES = 32  # problems of each level that are examples, and no rows
 SCHEMA = pa.schema(
     {
         "data_source": pa.string(),
         "prompt": pa.list_(pa.struct({"content": pa.string(), "role": pa.string()})),
         "ability": pa.string(),
         "reward_model": pa.struct({"ground_truth": pa.string(), "style": pa.string()}),
-        "extra_info": pa.struct({"index": pa.int64(), "level": pa.int64(), "split": pa.string()}),
+        "extra_info": pa.struct(
+            {
+                "answer": pa.string(),
+                "index": pa.int64(),
+                "level": pa.int64(),
+                "split": pa.string(),
+            }
+        ),
     }
 )
 
@@ -50,8 +60,12 @@ class Args:
     # own defaults
     levels: tuple[int, ...] = ()
     config: str = "{}"  # settings of the generator as JSON, in place of --levels
-    # the package's system prompt of that name, or none: chain_of_draft, default, direct, simple …
-    prompt: str = "default"
+    # the package's system prompt of that name: chain_of_draft, default, direct, simple …; or none.
+    # Default: default, with --examples none
+    prompt: str | None = None
+    # solved problems in front of each question, as turns that a small model imitates: their answers
+    # are <answer>…</answer> and nothing else
+    examples: int = 0
     train_size: int = 10_000  # rows in train
     test_size: int = 512  # rows in test
     seed: int = 42  # of the generator
@@ -63,6 +77,10 @@ class Args:
             raise ValueError("--levels and --config both say how hard the task is: give one")
         if self.train_size < 1 or self.test_size < 1:
             raise ValueError("--train-size and --test-size must be at least 1")
+        if not 0 <= self.examples <= NUM_EXAMPLES:
+            raise ValueError(f"--examples {self.examples}: expected 0 to {NUM_EXAMPLES}")
+        if self.prompt is None:
+            self.prompt = "none" if self.examples else "default"
 
 
 def main(args: Args) -> None:
@@ -72,8 +90,8 @@ def main(args: Args) -> None:
         return
     check_task(package, args)
     sources = [Source.open(package, args, level) for level in args.levels or (None,)]
-    # test first: what stands there, whatever its level, is not for train
-    questions: set[str] = set()
+    # what is an example, whatever its level, is in no row, and what stands in test not in train
+    questions = {example["question"] for source in sources for example in source.examples}
     test: list[dict] = []
     train: list[dict] = []
     for place, source in enumerate(sources):
@@ -134,7 +152,7 @@ def share(size: int, place: int, count: int) -> int:
 
 def level_config(package: ModuleType, args: Args, level: int | None) -> dict:
     """Settings of the generator. ValueError if it refuses them."""
-    size = {"size": 2 * (args.train_size + args.test_size), "seed": args.seed}
+    size = {"size": 2 * (NUM_EXAMPLES + args.train_size + args.test_size), "seed": args.seed}
     if level is not None:
         curriculum = package.factory.create_curriculum(args.task)
         curriculum.set_global_level(level)
@@ -179,6 +197,29 @@ def make_truth(task: str, config: dict, entry: dict) -> str:
     return json.dumps({"task": task, "config": settings, "entry": entry}, default=str)
 
 
+def choose_examples(args: Args, entries: Iterator[dict]) -> list[dict]:
+    """The first NUM_EXAMPLES entries whose questions differ and whose answers are texts. ValueError if
+    there are fewer than a row shows."""
+    examples: dict[str, dict] = {}
+    for entry in entries:
+        if tagged_answer(entry):
+            examples.setdefault(entry["question"], entry)
+        if len(examples) == NUM_EXAMPLES:
+            break
+    if len(examples) < args.examples:
+        raise ValueError(
+            f"--examples {args.examples}: --task {args.task} has {len(examples)} problems whose "
+            "answers are texts"
+        )
+    return list(examples.values())
+
+
+def tagged_answer(entry: dict) -> str | None:
+    """What a response with the answer and nothing else is; None for an answer that is no text."""
+    answer = entry["answer"]
+    return f"<answer>{answer}</answer>" if isinstance(answer, str) else None
+
+
 @dataclass
 class Source:
     """The generator of a level, whose problems go to test first and then to train."""
@@ -189,6 +230,9 @@ class Source:
     system: str  # prompt, or ""
     config: dict  # of the generator
     entries: Iterator[dict]  # {question, answer, metadata}
+    examples: list[dict]  # entries that the rows show with their answers
+    num_examples: int  # in a row
+    rng: random.Random  # chooses them
 
     @classmethod
     def open(cls, package: ModuleType, args: Args, level: int | None) -> "Source":
@@ -203,7 +247,17 @@ class Source:
         if args.prompt != "none":
             system = package.utils.SYSTEM_PROMPTS[args.prompt]
         entries = (dataset[index] for index in range(config["size"]))
-        return cls(args.task, level, data_source, system, config, entries)
+        return cls(
+            task=args.task,
+            level=level,
+            data_source=data_source,
+            system=system,
+            config=config,
+            entries=entries,
+            examples=choose_examples(args, entries) if args.examples else [],
+            num_examples=args.examples,
+            rng=random.Random(f"{args.seed} {level}"),
+        )
 
     def rows(self, count: int, questions: set[str], is_test: bool) -> list[dict]:
         """So many rows whose question is not in `questions`, to which test adds its own. ValueError
@@ -229,16 +283,20 @@ class Source:
 
     def row(self, entry: dict) -> dict:
         """verl's."""
-        prompt = [{"role": "user", "content": entry["question"]}]
+        prompt = []
         if self.system:
-            prompt.insert(0, {"role": "system", "content": self.system})
+            prompt.append({"role": "system", "content": self.system})
+        for example in self.rng.sample(self.examples, self.num_examples):
+            prompt.append({"role": "user", "content": example["question"]})
+            prompt.append({"role": "assistant", "content": tagged_answer(example)})
+        prompt.append({"role": "user", "content": entry["question"]})
         truth = make_truth(self.task, self.config, entry)
         return {
             "data_source": self.data_source,
             "prompt": prompt,
             "ability": "reasoning",
             "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"level": self.level},
+            "extra_info": {"answer": tagged_answer(entry), "level": self.level},
         }
 
 

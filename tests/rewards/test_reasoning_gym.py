@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import random
 import re
 import subprocess
 import sys
@@ -99,11 +100,80 @@ def test_a_missing_package_is_named():
         ({}, "--task NAME and --out FOLDER are needed"),
         ({"task": "x", "out": "o", "levels": (1,), "config": "{1}"}, "give one"),
         ({"task": "x", "out": "o", "test_size": 0}, "must be at least 1"),
+        ({"task": "x", "out": "o", "examples": -1}, "--examples -1: expected 0 to 32"),
+        ({"task": "x", "out": "o", "examples": 33}, "--examples 33: expected 0 to 32"),
     ],
 )
 def test_flags_that_cannot_work(flags, problem):
     with pytest.raises(ValueError, match=problem):
         prepare.Args(**flags)
+
+
+def entries(count: int) -> list[dict]:
+    """Problems of a task; every third has the question of the one before it."""
+    return [
+        {"question": f"{i - (i % 3 == 2)}?", "answer": str(i), "metadata": {}} for i in range(count)
+    ]
+
+
+def source_of(args, problems: list[dict]):
+    """A Source without the package."""
+    remaining = iter(problems)
+    return prepare.Source(
+        task="count",
+        level=None,
+        data_source="reasoning_gym/count",
+        system="" if args.prompt == "none" else args.prompt,
+        config={},
+        entries=remaining,
+        examples=prepare.choose_examples(args, remaining),
+        num_examples=args.examples,
+        rng=random.Random(0),
+    )
+
+
+def test_examples_are_turns_of_other_problems_in_the_format_that_is_scored():
+    args = prepare.Args(out="o", task="count", examples=2)
+    source = source_of(args, entries(90))
+    shown = {example["question"] for example in source.examples}
+    assert len(shown) == len(source.examples) == 32
+    rows = source.rows(20, questions=set(shown), is_test=True)
+    pairs = set()
+    for row in rows:
+        roles = [message["role"] for message in row["prompt"]]
+        assert roles == ["user", "assistant", "user", "assistant", "user"]
+        asked, reply, asked_too, reply_too, question = [m["content"] for m in row["prompt"]]
+        assert {asked, asked_too} <= shown and asked != asked_too and question not in shown
+        for example in source.examples:
+            if example["question"] in (asked, asked_too):
+                assert f"<answer>{example['answer']}</answer>" in (reply, reply_too)
+        pairs.add((asked, asked_too))
+        answer = json.loads(row["reward_model"]["ground_truth"])["entry"]["answer"]
+        assert row["extra_info"]["answer"] == f"<answer>{answer}</answer>"
+    assert len(pairs) > 10  # not the same ones everywhere
+    again = source_of(args, entries(90)).rows(20, questions=set(shown), is_test=True)
+    assert again == rows
+
+
+def test_the_system_prompt_is_the_packages_unless_examples_show_the_format():
+    assert prepare.Args(out="o", task="count").prompt == "default"
+    assert prepare.Args(out="o", task="count", examples=1).prompt == "none"
+    args = prepare.Args(out="o", task="count", examples=1, prompt="direct")
+    (row,) = source_of(args, entries(90)).rows(1, questions=set(), is_test=True)
+    assert row["prompt"][0] == {"role": "system", "content": "direct"}
+    assert [message["role"] for message in row["prompt"]][1:] == ["user", "assistant", "user"]
+
+
+def test_answers_that_are_no_texts_are_no_examples():
+    args = prepare.Args(out="o", task="count", examples=2)
+    problems = [{"question": f"{i}?", "answer": None, "metadata": {}} for i in range(50)]
+    problems[7]["answer"] = "7"
+    with pytest.raises(ValueError, match="--examples 2: --task count has 1 problems whose answers"):
+        source_of(args, problems)
+    problems[20]["answer"] = "20"
+    source = source_of(args, problems)
+    assert [example["answer"] for example in source.examples] == ["7", "20"]
+    assert source.row(problems[0])["extra_info"]["answer"] is None
 
 
 # --- with the package -----------------------------------------------------------------------------
@@ -178,6 +248,28 @@ def test_levels_have_equal_shares_and_no_question_twice(tmp_path):
     questions = [row["prompt"][1]["content"] for row in test]
     assert len(set(questions)) == 20
     assert not set(questions) & {row["prompt"][1]["content"] for row in train}
+
+
+@needs_package
+def test_rows_with_examples_train_and_are_solved(tmp_path):
+    """No example is asked, and sft.py gets the answer that the scorer wants."""
+    args = prepare.Args(
+        out=tmp_path, task="chain_sum", levels=(0, 1), train_size=40, test_size=20, examples=3
+    )
+    prepare.main(args)
+    test = pq.read_table(tmp_path / "test.parquet").to_pylist()
+    train = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    shown = {message["content"] for row in test + train for message in row["prompt"][:-1]}
+    asked = [row["prompt"][-1]["content"] for row in test + train]
+    assert not shown & set(asked)
+    for row in test:
+        solution = row["extra_info"]["answer"]
+        truth = row["reward_model"]["ground_truth"]
+        assert rewards.score(solution, truth) == {
+            "score": 1,
+            "pred": json.loads(truth)["entry"]["answer"],
+            "format": 1,
+        }
 
 
 @needs_package
