@@ -722,10 +722,13 @@ def test_the_client_of_a_server_that_the_docs_show(tmp_path, tokenizer):
 
         class GenericEnvClient:
             def __init__(self, base_url):
-                self.num_steps = 0
+                pass
 
             def sync(self):
-                return self
+                return Session()
+
+        class Session:
+            num_steps = 0
 
             def reset(self):
                 observation = {"echoed_message": " Hello."}
