@@ -112,6 +112,7 @@ def test_a_new_flag_has_its_help(name, folder):
         ("sapo", "--clip-low", {"objective": "sapo", "minibatches": 2}, "than sapo"),
         ("dppo", "--max-shift", {}, "needs --objective dppo"),
         ("dppo", "--clip-high", {"objective": "dppo", "minibatches": 2}, "than dppo"),
+        ("dppo", "--correction", {"objective": "dppo", "correction": "mask"}, "than dppo"),
         ("drpo", "--trust-radius", {}, "needs --objective drpo"),
         ("pass-at-k", "--advantage", {"pass_at": 4}, "needs --pass-at 1"),
         ("pass-at-k", "--pass-at", {"pass_at": 8}, "must be below --samples-per-prompt"),
@@ -239,16 +240,41 @@ MAX_SHIFT = 0.002
 
 
 def test_dppo_masks_what_has_moved_far_and_goes_on(load):
-    def masked(ratio, advantage, logprob, args):
-        shift = math.exp(logprob) - math.exp(logprob) / ratio
+    """Far from the probability with which the engine sampled it; the trainer's at that time does
+    not count."""
+    script = load("dppo")
+    args = make_args(script, objective="dppo", max_shift=MAX_SHIFT)
+    columns = made_up_columns()
+    tensors = {name: double(column) for name, column in columns.items()}
+    logprobs = tensors["logprobs"].requires_grad_()
+    nothing = torch.full_like(logprobs, math.nan)
+    tokens = script.Tokens(
+        torch.tensor(columns["episode_of_token"]),
+        nothing,
+        tensors["rollout_logprobs"],
+        nothing,
+        nothing,
+        tensors["advantages"],
+    )
+    loss, masked = script.policy_loss(logprobs, torch.zeros_like(nothing), tokens, args)
+    (slopes,) = torch.autograd.grad(loss.sum(), logprobs)
+    counts = [0, 0]
+    for i, advantage in enumerate(columns["advantages"]):
+        p, p_rollout = math.exp(columns["logprobs"][i]), math.exp(columns["rollout_logprobs"][i])
+        shift = p - p_rollout
         is_masked = (advantage > 0 and shift > MAX_SHIFT) or (advantage < 0 and shift < -MAX_SHIFT)
-        loss = 0.0 if is_masked else -advantage * ratio
+        value = 0.0 if is_masked else -advantage * p / p_rollout
+        assert loss[i].item() == pytest.approx(value, rel=1e-10, abs=1e-12)
+        assert slopes[i].item() == pytest.approx(value, rel=1e-10, abs=1e-12)
+        assert bool(masked[i]) == is_masked
         counts[is_masked] += 1
-        return loss, loss, is_masked
-
-    script, counts = load("dppo"), [0, 0]
-    check_policy_loss(script, make_args(script, objective="dppo", max_shift=MAX_SHIFT), masked)
     assert min(counts) > 10
+
+
+def test_dppo_has_an_effect_with_one_minibatch(load, monkeypatch):
+    script = load("dppo")
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--objective", "dppo", "--max-shift", "0.1"])
+    script.check_args(make_args(script, objective="dppo", max_shift=0.1))
 
 
 def test_drpo_pulls_back_what_has_moved_far(load):

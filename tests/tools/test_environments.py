@@ -711,7 +711,7 @@ def test_a_class_in_trls_shape_runs_as_it_is(tmp_path, tokenizer):
 
 
 def test_the_client_of_a_server_that_the_docs_show(tmp_path, tokenizer):
-    """docs/environments.md: an OpenEnv client in a dozen lines."""
+    """docs/environments.md: a client of OpenEnv in a dozen lines; test_openenv.py has a server."""
     (shown,) = re.findall(
         r"```python\n# echo.py\n(.*?)```",
         (ROOT / "docs" / "environments.md").read_text(),
@@ -720,30 +720,39 @@ def test_the_client_of_a_server_that_the_docs_show(tmp_path, tokenizer):
     client = """
         from types import SimpleNamespace
 
-        def EchoAction(message):
-            return message
-
-        class EchoEnv:
+        class GenericEnvClient:
             def __init__(self, base_url):
                 pass
 
-            def reset(self):
-                observation = SimpleNamespace(echoed_message=" Hello.")
-                return SimpleNamespace(observation=observation, reward=None)
+            def sync(self):
+                return Session()
 
-            def step(self, said):
-                return SimpleNamespace(observation=SimpleNamespace(echoed_message=said), reward=0.5)
+        class Session:
+            num_steps = 0
+
+            def reset(self):
+                observation = {"echoed_message": " Hello."}
+                return SimpleNamespace(observation=observation, reward=None, done=False)
+
+            def step(self, action):
+                self.num_steps += 1
+                observation = {"echoed_message": action["message"]}
+                done = self.num_steps == 2
+                return SimpleNamespace(observation=observation, reward=0.5, done=done)
 
             def close(self):
                 pass
     """
-    for name, text in {"echo_env": client, "echo": shown}.items():
+    (tmp_path / "openenv").mkdir()
+    for name, text in {"openenv/core": client, "echo": shown}.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     workers = ToolWorkers("", 1, 20.0, environment=f"{tmp_path / 'echo.py'}:Echo")
     try:
         turns = Turns(tokenizer, workers)
-        (episode,), _ = run([[call("echo", message="one"), "end"]], turns, game_row(turns), n=1)
-        assert (episode.calls[0]["text"], episode.environment_reward) == ("one", 0.5)
+        script = [call("echo", message="one"), call("echo", message="two"), "never asked"]
+        (episode,), _ = run([script], turns, game_row(turns), n=1)
+        assert [reply["text"] for reply in episode.calls] == ["one", "two"]
+        assert (episode.finish_reason, episode.environment_reward) == ("done", 1.0)
         assert len(shown.strip().splitlines()) <= 24
     finally:
         workers.close()
