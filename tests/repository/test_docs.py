@@ -510,11 +510,11 @@ def example_of(first_word: str) -> str:
 def changed_grpo(monkeypatch) -> ModuleType:
     """grpo.py with the objective and the advantage that docs/grpo.md adds."""
     source = (ROOT / "grpo.py").read_text()
-    branch = '    if args.objective == "cispo":'
+    branch = '    elif args.objective == "cispo":'
     rest = "        advantages[members] = centered\n"
     assert source.count(branch) == source.count(rest) == 1
     objective = indent(example_of("objective"), " " * 4)
-    source = source.replace(branch, objective + branch.replace("if", "elif"))
+    source = source.replace(branch, objective + branch)
     source = source.replace(rest, indent(example_of("advantage"), " " * 8) + rest)
     module = ModuleType("changed_grpo")
     monkeypatch.setitem(sys.modules, module.__name__, module)
