@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 from collections import Counter
 from functools import partialmethod
 
@@ -32,6 +33,9 @@ def pytest_configure(config) -> None:
     if not getattr(config.option, "numprocesses", None):  # not the one that only hands them out
         gc.disable()  # until the tests are collected: imports leave little to collect
         importlib.import_module("helpers")  # before any test imports transformers
+    elif WARM:
+        warm_python = f"{sys.executable} {zygote.__file__} worker"
+        config.option.tx = [f"popen//python={warm_python}"] * len(config.option.tx)
 
 
 # The files that take longest come first, so that the workers are done at the same time.
@@ -96,6 +100,13 @@ def pytest_unconfigure(config) -> None:
     if hasattr(config, "zygote"):
         config.zygote.close()
         del os.environ[ZYGOTE]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze_older_objects():
+    """Nor what earlier files have left: it stays, and each file begins with a small heap."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

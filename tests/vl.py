@@ -377,8 +377,8 @@ def teach(folder: Path, steps: int = 40) -> None:
     workers.close()
     index = TokenIndex(episodes)
     optimizer = torch.optim.Adam(policy.parameters(), lr=5e-3)
+    (batch,) = pack(episodes, range(len(episodes)), index, budget=100_000, vision=vision)
     for _ in range(steps):
-        (batch,) = pack(episodes, range(len(episodes)), index, budget=100_000, vision=vision)
         loss = -policy(batch)[0].mean()
         optimizer.zero_grad()
         loss.backward()

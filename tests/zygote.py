@@ -7,6 +7,8 @@ interpreter has after the same imports (test_zygote.py compares a run of each, b
 run a launcher is forked, which stands for torchrun: it forks the ranks, and ends them all when one
 fails or when the test that asked has gone.
 
+pytest's workers (pytest -n 2) are forked from it, too.
+
 What a fork cannot show stays with real launches (helpers.py: `torchrun`): what imports do, faults,
 signals and kills.
 """
@@ -97,8 +99,8 @@ class Zygote:
 
 class Forked:
     """A run under way, as `subprocess.Popen` has it. `arguments` are what would follow `python`;
-    `ranks` = 0 is a process without torchrun. It is killed when nobody holds this object any
-    more."""
+    `ranks` = 0 is a process without torchrun; `files` are its stdout and stderr, and its stdin if
+    it has one. It is killed when nobody holds this object any more."""
 
     def __init__(
         self,
@@ -107,8 +109,7 @@ class Forked:
         environment: dict,
         cwd: Path,
         ranks: int,
-        stdout,
-        stderr,
+        *files,
     ):
         self.address, self.arguments, self.returncode = Path(address), arguments, None
         self.connection = socket.socket(socket.AF_UNIX)
@@ -117,8 +118,8 @@ class Forked:
             assert time.monotonic() < end, self.log()
             time.sleep(0.01)
         request = pickle.dumps((arguments, environment, str(cwd), ranks))
-        files = [file.fileno() for file in (stdout, stderr)]
-        socket.send_fds(self.connection, [len(request).to_bytes(8, "big")], files)
+        numbers = [file.fileno() for file in files]
+        socket.send_fds(self.connection, [len(request).to_bytes(8, "big")], numbers)
         self.connection.sendall(request)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -174,6 +175,14 @@ def run(
             f"{arguments}: not done after {timeout} s\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         )
     return done
+
+
+def pytest_worker(*arguments: str) -> None:
+    """Stand for `python ARGUMENTS`, with which pytest-xdist starts a worker, until that ends."""
+    files = (sys.stdout, sys.stderr, sys.stdin)
+    options = arguments[arguments.index("-c") :]
+    worker = Forked(os.environ[ZYGOTE], options, dict(os.environ), Path.cwd(), 0, *files)
+    sys.exit(worker.wait())
 
 
 # --- the warm process -----------------------------------------------------------------------------
@@ -270,12 +279,12 @@ def leave(function, *arguments) -> None:
 def lead(connection: socket.socket) -> None:
     """Fork the ranks of one run, and send its exit code: that of the process, or 1 if one of
     several has failed."""
-    head, files, *_ = socket.recv_fds(connection, 8, 2)
+    head, files, *_ = socket.recv_fds(connection, 8, 3)
     size, request = int.from_bytes(head, "big"), b""
     while len(request) < size:
         request += connection.recv(size - len(request))
     arguments, environment, cwd, ranks = pickle.loads(request)
-    for file, number in zip(files, (1, 2)):
+    for file, number in zip(files, (1, 2, 0)):
         os.dup2(file, number)
         os.close(file)
     with socket.socket() as probe:
@@ -340,6 +349,10 @@ def become(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.orig_argv = [sys.executable, *arguments]
+    if arguments[0] == "-c":
+        sys.argv = ["-c"]
+        exec(arguments[1], {"__name__": "__main__"})
+        return
     sys.modules["numpy"].random.seed()  # as at their import; `random` does so by itself at a fork
     sys.modules["torch"].seed()
     if arguments[0] == "-m":
@@ -353,4 +366,6 @@ def become(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "worker":
+        pytest_worker(*sys.argv[2:])
     serve(*sys.argv[1:])

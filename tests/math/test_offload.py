@@ -35,11 +35,9 @@ PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture(autouse=True)
-def freeze_older_objects():
-    """A session has millions, which `live_bytes` leaves out then."""
+def freeze_objects_of_earlier_tests():
+    """`live_bytes` leaves them out."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def live_bytes() -> int:

@@ -12,9 +12,10 @@ from helpers import checked_args, memory_phases
 from model_configs import VISION, YOUNGER, published_config
 from pages import PAGES, split_commands, text, without_heredocs
 
-from common.flags import EMBEDDED
+from common.flags import EMBEDDED, Machine
 from common.memory.plan import no_rollout
 from common.memory.remedies import longest
+from common.memory.shape import ModelShape, model_shape
 
 ROOM = 0.92  # share of a card that may be planned with, as in docs/scaling.md
 SMALL = 25.3  # GB of a card of 24 GB: an RTX 4090 reports 23.55 GiB
@@ -36,6 +37,22 @@ def folders(tmp_path_factory) -> dict[str, str]:
         found[name] = str(tmp_path_factory.mktemp(name))
         published_config(name).save_pretrained(found[name])
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_look_at_each_model():
+    """Several commands name the same one, whose layers take transformers a while to build."""
+    shapes: dict[tuple, ModelShape] = {}
+
+    def known_shape(path: str, machine: Machine) -> ModelShape:
+        key = (path, machine.freeze_vision, machine.lora_rank, machine.lora_targets)
+        if key not in shapes:
+            shapes[key] = model_shape(path, machine)
+        return shapes[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.memory.shape.model_shape", known_shape)
+        yield
 
 
 def recipes(page: str) -> list[tuple[int, str]]:

@@ -66,11 +66,17 @@ def rows(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl")
 
 
+@pytest.fixture(scope="module", params=[0, pytest.param(2, marks=pytest.mark.slow)])
+def ranks(request) -> int:
+    """By default one: test_invariance.py has gradients of two, test_grpo_runs.py their steps."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, rows):
+def whole(tmp_path_factory, rows, ranks):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     data = ["--train-data", rows, "--eval-data", rows]
-    done = run_script("distill.py", *OPTIONS, *TAUGHT, *data, "--output-dir", folder, ranks=2)
+    done = run_script("distill.py", *OPTIONS, *TAUGHT, *data, "--output-dir", folder, ranks=ranks)
     return folder, done.stdout
 
 
@@ -124,11 +130,11 @@ def test_a_dump_has_divergences_and_what_the_teacher_read(whole):
 
 
 @pytest.mark.slow  # by default test_grpo_runs.py and test_curiosity_runs.py do
-def test_a_resume_equals_an_uninterrupted_run(whole, rows, tmp_path):
+def test_a_resume_equals_an_uninterrupted_run(whole, rows, ranks, tmp_path):
     folder, _ = whole
     options = [*OPTIONS, *TAUGHT, "--train-data", rows, "--eval-data", rows]
     options += ["--resume", folder / "checkpoints/step_000001", "--output-dir", tmp_path / "run"]
-    run_script("distill.py", *options, ranks=2)
+    run_script("distill.py", *options, ranks=ranks)
     for step in (2, 3):
         assert steps_of(tmp_path / "run")[step] == steps_of(folder)[step]
         dumps = [
@@ -141,14 +147,14 @@ def test_a_resume_equals_an_uninterrupted_run(whole, rows, tmp_path):
 
 
 @pytest.mark.slow  # by default test_grpo_runs.py replays
-def test_replay_repeats_an_update_bit_for_bit(whole, rows, tmp_path):
+def test_replay_repeats_an_update_bit_for_bit(whole, rows, ranks, tmp_path):
     folder, _ = whole
     taught = [flag for flag in TAUGHT if flag != "--eval-teacher"]
     options = [*OPTIONS, *taught, "--train-data", rows, "--eval-data", rows]
     options += ["--output-dir", tmp_path / "run"]
     options += ["--resume", folder / "checkpoints/step_000002"]
     options += ["--replay", folder / "rollouts/step_000003.parquet"]
-    run_script("distill.py", *options, ranks=2)
+    run_script("distill.py", *options, ranks=ranks)
     exports = [run / "model/model.safetensors" for run in (folder, tmp_path / "run")]
     assert exports[0].read_bytes() == exports[1].read_bytes()
 

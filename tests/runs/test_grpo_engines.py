@@ -142,50 +142,44 @@ def test_engines_are_exact_with_experts_and_without_a_class_of_vllm(
     assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) / 2
 
 
-@pytest.mark.parametrize(
-    "two_ranks",
-    [
-        ["--strategy", "ddp", "--micro-batch-tokens", 100],
-        pytest.param(["--micro-batch-tokens", 100], marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_and_strategies_take_the_same_first_step(two_ranks, tmp_path):
+def first_step(folder, ranks: int, *options) -> dict:
+    """The record of a step with two minibatches; the second needs the pass for old log-probs."""
+    common = [*SMALL, "--dtype", "fp32", "--engine", "hf", "--total-steps", 1]
+    common += ["--minibatches", 2, "--learning-rate", 0]
+    common += ["--max-response-tokens", 16, "--eval-every", 0, "--no-eval-before"]
+    common += ["--eval-rows", 2, "--reward-function", KINDS, "--temperature", 2.0]
+    run_script("grpo.py", *common, *options, "--output-dir", folder, ranks=ranks)
+    return steps_of(folder)[1]
+
+
+def check_first_step(record: dict) -> None:
+    assert record["policy/rollout_logprob_gap"] < 1e-4 and record["optim/grad_norm"] > 0
+    # the ratio is exactly 1
+    assert record["policy/clip_fraction"] == record["policy/approx_kl"] == 0
+
+
+def test_the_ratio_is_one_while_the_weights_stand_still(tmp_path):
+    check_first_step(first_step(tmp_path, 0))
+
+
+@pytest.mark.slow  # by default test_whole_steps.py recomputes steps of two ranks, by DDP
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_and_strategies_take_the_same_first_step(strategy, tmp_path):
     """fp32, Hugging Face engine: rollouts depend on seeds alone, so loss and gradient norm must
     agree."""
-    records = {}
-    # the second one needs the pass for old log-probs
-    minibatches = ["--minibatches", 2, "--learning-rate", 0]
-    for name, ranks, options in (("one rank", 0, []), ("two ranks", 2, two_ranks)):
-        common = [
-            *SMALL,
-            "--dtype",
-            "fp32",
-            "--engine",
-            "hf",
-            "--total-steps",
-            1,
-            "--eval-rows",
-            2,
-            *minibatches,
-        ]
-        common += ["--max-response-tokens", 16, "--eval-every", 0, "--no-eval-before"]
-        common += ["--reward-function", KINDS, "--temperature", 2.0]
-        run_script("grpo.py", *common, *options, "--output-dir", tmp_path / name, ranks=ranks)
-        records[name] = steps_of(tmp_path / name)[1]
-    for name, record in records.items():
-        for metric in (
-            "reward/mean",
-            "policy/loss",
-            "policy/entropy",
-            "optim/grad_norm",
-            "policy/rollout_logprob_gap",
-        ):
-            assert record[metric] == pytest.approx(
-                records["one rank"][metric], rel=1e-4, abs=1e-6
-            ), (name, metric)
-        assert record["policy/rollout_logprob_gap"] < 1e-4 and record["optim/grad_norm"] > 0
-        # the ratio is exactly 1
-        assert record["policy/clip_fraction"] == record["policy/approx_kl"] == 0
+    one = first_step(tmp_path / "one", 0)
+    options = ["--strategy", strategy, "--micro-batch-tokens", 100]
+    two = first_step(tmp_path / "two", 2, *options)
+    for record in (one, two):
+        check_first_step(record)
+    for metric in (
+        "reward/mean",
+        "policy/loss",
+        "policy/entropy",
+        "optim/grad_norm",
+        "policy/rollout_logprob_gap",
+    ):
+        assert two[metric] == pytest.approx(one[metric], rel=1e-4, abs=1e-6), metric
 
 
 ON_4 = [

@@ -37,10 +37,16 @@ SHORT = [*OPTIONS, *STEPS, "--engine", "hf", "--total-steps", 3, "--max-response
 SHORT += ["--reward-function", ROOT / "tests/workers/kinds.py:kinds", "--temperature", 2.0]
 
 
+@pytest.fixture(scope="module", params=[0, pytest.param(2, marks=pytest.mark.slow)])
+def ranks(request) -> int:
+    """By default one: adapters are whole on each rank; test_grpo_runs.py has weights of two."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, ranks):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    done = run_script("grpo.py", *SHORT, "--output-dir", folder, ranks=2)
+    done = run_script("grpo.py", *SHORT, "--output-dir", folder, ranks=ranks)
     return folder, done.stdout
 
 
@@ -76,10 +82,10 @@ def test_adapters_are_trained_sampled_from_saved_and_exported(whole):
 
 
 @pytest.mark.slow
-def test_kill_and_resume_equals_an_uninterrupted_run(whole, tmp_path):
+def test_kill_and_resume_equals_an_uninterrupted_run(whole, ranks, tmp_path):
     folder = tmp_path / "killed"
-    kill_once("grpo.py", *SHORT, "--output-dir", folder, ranks=2, after_step=2)
-    run_script("grpo.py", *SHORT, "--output-dir", folder, ranks=2)
+    kill_once("grpo.py", *SHORT, "--output-dir", folder, ranks=ranks, after_step=2)
+    run_script("grpo.py", *SHORT, "--output-dir", folder, ranks=ranks)
     assert any(record.get("event") == "resumed" for record in metrics_of(folder))
     assert steps_of(folder) == steps_of(whole[0])
     for file in ("model/model.safetensors", "model/adapter/adapter_model.safetensors"):

@@ -423,7 +423,7 @@ ADVISED = random.Random(0).sample(list(product(SHAPES, CARDS, [0, 1], TYPED)), 3
 @pytest.mark.parametrize(
     "name, card, sleep_level, typed",
     [
-        pytest.param(*case, marks=[] if place < 10 else pytest.mark.slow)
+        pytest.param(*case, marks=[] if place < 5 else pytest.mark.slow)
         for place, case in enumerate(ADVISED)
     ],
 )

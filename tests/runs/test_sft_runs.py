@@ -52,7 +52,8 @@ def mixed(tmp_path_factory):
     ]
 
 
-def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(ranks, tmp_path):
     run_script(
         "sft.py",
         "--total-steps",
@@ -65,7 +66,7 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(tmp_path):
         tmp_path,
         "--eval-rows",
         16,
-        ranks=2,
+        ranks=ranks,
     )
     steps = steps_of(tmp_path)
     assert steps[6]["eval/loss"] <= 0.8 * steps[0]["eval/loss"]

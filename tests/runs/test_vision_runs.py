@@ -14,6 +14,11 @@ from common.export import Args, main
 from common.pictures import PixelLimits
 from common.vision import load_vision
 
+# By default test_python_runs.py has vLLM with pictures, test_curiosity_runs.py crops between turns,
+# test_sft_runs.py pictures on two ranks, test_vision.py packs with pictures and text alone, and
+# test_page.py and test_export.py what these runs leave.
+pytestmark = pytest.mark.slow
+
 PIXELS = ["--min-pixels", 784, "--max-pixels", 16 * 784, "--max-frame-pixels", 4 * 784]
 SIZES = [
     "--max-prompt-tokens",
@@ -127,7 +132,6 @@ def test_the_page_of_a_dump_shows_pictures_and_crops(whole):
     assert boxes & {(0.0, 0.0, 0.6, 0.6), (0.3, 0.1, 0.7, 0.8)}, "padded by a tenth"
 
 
-@pytest.mark.slow  # by default test_curiosity_runs.py does, with pictures and tools
 def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(options, whole, tmp_path):
     arguments = [
         "grpo.py",
@@ -149,7 +153,6 @@ def test_kill_and_resume_with_pictures_equals_an_uninterrupted_run(options, whol
     assert weights[0] == weights[1]
 
 
-@pytest.mark.slow
 def test_replay_of_a_dump_with_pictures_repeats_its_update(options, whole, tmp_path):
     dump, before = whole / "rollouts" / "step_000002.parquet", whole / "checkpoints" / "step_000001"
     arguments = [*options, "--replay", dump, "--resume", before, "--output-dir", tmp_path]
@@ -170,7 +173,6 @@ def test_the_export_of_a_model_that_sees_is_the_runs_model(whole, exported):
     same_files(exported, whole / "model")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "script,extra", [("grpo.py", ["--engine", "hf"]), ("ppo.py", ["--freeze-vision"])]
 )
@@ -189,7 +191,6 @@ def test_other_ways_take_a_step_with_pictures(options, exported, tmp_path, scrip
     assert step["eval/rows"] == 6
 
 
-@pytest.mark.slow  # by default Qwen2.5-VL is sampled from, and test_qwen3_vision.py has the packs
 def test_engines_sample_from_qwen3_as_its_packs_say(tmp_path):
     """Pictures, videos and crops between two turns, fp32. Qwen3.5's recurrent layers have no vLLM
     kernel on CPUs in fp32."""
@@ -205,7 +206,6 @@ def test_engines_sample_from_qwen3_as_its_packs_say(tmp_path):
         assert result["stale"] > 0.5, (pair, result)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, engine",
     [("qwen3_vl_moe", "vllm"), ("qwen3_vl", "vllm"), ("qwen3_vl", "hf"), ("qwen3_5", "hf")],

@@ -99,7 +99,7 @@ def grpo(tmp_path_factory):
     options = ["--prompts-per-step", 4, "--samples-per-prompt", 4, "--advantage", "group-mean"]
     options += ["--kl-reward-coef", 0.5, "--kl-loss-coef", 0.3, "--output-dir", folder]
     options += ["--total-steps", 2, "--eval-rows", 24]
-    run_script("grpo.py", *RUN, *options, ranks=2)
+    run_script("grpo.py", *RUN, *options, "--strategy", "ddp", ranks=2)
     return folder
 
 
@@ -166,7 +166,8 @@ def test_the_export_scores_the_same_in_vllm_and_transformers(engine, grpo, tmp_p
     assert sum(same) >= 22, "but for a token or two that are equally probable"
 
 
-def test_the_first_step_of_ppo(tmp_path):
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_first_step_of_ppo(ranks, tmp_path):
     """Its values are 0, so that estimates are discounted rewards: of the rule, the reward model,
     and the limit."""
     discount, gae_lambda, weight = 0.99, 0.9, 2.0
@@ -178,7 +179,7 @@ def test_the_first_step_of_ppo(tmp_path):
         weight,
     ]
     options += ["--critic-warmup-steps", 0, "--total-steps", 1, "--prompts-per-step", 8]
-    run_script("ppo.py", *RUN, *options, "--output-dir", tmp_path / "run", ranks=2)
+    run_script("ppo.py", *RUN, *options, "--output-dir", tmp_path / "run", ranks=ranks)
     model = plain(FOLDERS["tiny"])
     rows, record = rows_of(tmp_path / "run", 1), steps_of(tmp_path / "run")[1]
     logprobs_of, estimates, returns = [], [], []
