@@ -203,9 +203,7 @@ def shaped_scores(
     return scores + ((max_free_length - lengths) / overlong_buffer).clamp(-1, 0)
 
 
-def token_rewards(
-    scores: Tensor, index: TokenIndex, episodes: list[Episode] | tuple = ()
-) -> Tensor:
+def token_rewards(scores: Tensor, index: TokenIndex, episodes: list[Episode]) -> Tensor:
     """Rewards [T]: the score [E] at the last trained token of an episode; what an environment gave
     for a turn, at the turn's last token; 0 elsewhere."""
     rewards = torch.zeros(len(index))
@@ -227,14 +225,16 @@ def gae(rewards: Tensor, values: Tensor, index: TokenIndex, gamma: float, lam: f
     """
     places = torch.arange(len(index)) - index.offsets[index.episode_of_token]
     longest = int(index.lengths.max()) if len(index) else 0
-    # [2, E, L], zeros after the end of an episode
-    table = torch.zeros((2, len(index.lengths), longest), dtype=torch.float64)
-    table[:, index.episode_of_token, places] = torch.stack([rewards, values]).double()
-    advantages = torch.zeros_like(table[0])  # [E, L]
+    # [E, L], zeros after the end of an episode
+    reward_table = torch.zeros((len(index.lengths), longest), dtype=torch.float64)
+    reward_table[index.episode_of_token, places] = rewards.double()
+    value_table = torch.zeros_like(reward_table)
+    value_table[index.episode_of_token, places] = values.double()
+    advantages = torch.zeros_like(reward_table)
     next_advantage = next_value = torch.zeros(len(index.lengths), dtype=torch.float64)  # [E]
     for t in reversed(range(longest)):
-        reward, value = table[:, :, t]
-        delta = reward + gamma * next_value - value
+        value = value_table[:, t]
+        delta = reward_table[:, t] + gamma * next_value - value
         next_advantage = delta + gamma * lam * next_advantage
         next_value = value
         advantages[:, t] = next_advantage
@@ -263,7 +263,8 @@ def value_loss(
     error = (values - returns).square()
     if not clip:
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
-    clipped_values = values.clamp(old_values - clip, old_values + clip)  # exactly V in the range
+    # within the range V itself, so that its clip does not count as active there
+    clipped_values = values.clamp(old_values - clip, old_values + clip)
     clipped_error = (clipped_values - returns).square()
     return 0.5 * torch.maximum(error, clipped_error), clipped_error > error
 
@@ -732,7 +733,8 @@ def main(args: Args, demo: bool = False) -> None:
             # the rehearsal has packed episodes of the greatest length
             tokens = Tokens.of(packer.episodes, packer.index, device)
             critic_backward(critic, minibatch, tokens, args, world)
-            critic_optimizer.optimizer.zero_grad()  # as after its step
+            # as in a step, its gradients are gone before the policy's backward
+            critic_optimizer.optimizer.zero_grad()
             backward(policy, minibatch, tokens, args, world, store_old_logprobs=True)
     handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
     updates = args.minibatches * args.epochs_per_step
@@ -808,16 +810,16 @@ def main(args: Args, demo: bool = False) -> None:
             mean_advantages = index.sums(advantages) / index.lengths.clamp(min=1)  # [E]
             rollouts.dump(step + 1, sampled, episodes, mean_advantages.tolist(), packer.budget)
 
-        decay = partial(
+        schedule = partial(
             lr_factor,
             warmup_steps=args.warmup_steps,
             schedule=args.lr_schedule,
             floor=args.lr_floor,
         )
-        critic_lr = args.critic_learning_rate * decay(step, total_steps)
+        critic_lr = args.critic_learning_rate * schedule(step, total_steps)
         # the policy's schedule begins with its training
         policy_step = step - args.critic_warmup_steps
-        lr = args.learning_rate * decay(policy_step, total_steps - args.critic_warmup_steps)
+        lr = args.learning_rate * schedule(policy_step, total_steps - args.critic_warmup_steps)
         means = Means()
         with watch("update"):
             epochs = range(args.epochs_per_step)

@@ -56,20 +56,23 @@ Amount = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
 
-def join_files(words: list[str]) -> str:
+# How tyro reads the types below, from the words behind a flag, and prints their defaults.
+
+
+def read_files(words: list[str]) -> str:
     if not words:
         raise ValueError("expected a file")
     return ",".join(words)
 
 
-def check_offload(words: list[str]) -> str:
+def read_offloads(words: list[str]) -> str:
     for name in words[0].split(","):
         if name not in OFFLOADS:
             raise ValueError(f"{name!r} is not one of {', '.join(OFFLOADS)}")
     return words[0]
 
 
-def json_object(words: list[str]) -> dict[str, Any]:
+def read_json_object(words: list[str]) -> dict[str, Any]:
     try:
         value = json.loads(words[0])
     except ValueError as error:
@@ -83,16 +86,16 @@ def as_json(value: dict[str, Any]) -> list[str]:
     return [json.dumps(value)]
 
 
-def is_object(value: object) -> bool:
+def as_words(text: str) -> list[str]:
+    return [text]
+
+
+def is_dict(value: object) -> bool:
     return isinstance(value, dict)
 
 
 def is_text(value: object) -> bool:
     return isinstance(value, str)
-
-
-def as_words(text: str) -> list[str]:
-    return [text]
 
 
 # Files, or patterns of them, separated by commas; or by spaces, as a shell expands a pattern.
@@ -101,7 +104,7 @@ Files = Annotated[
     PrimitiveConstructorSpec(
         nargs="*",
         metavar="FILES",
-        instance_from_str=join_files,
+        instance_from_str=read_files,
         is_instance=is_text,
         str_from_instance=as_words,
     ),
@@ -112,8 +115,8 @@ JsonObject = Annotated[
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="JSON",
-        instance_from_str=json_object,
-        is_instance=is_object,
+        instance_from_str=read_json_object,
+        is_instance=is_dict,
         str_from_instance=as_json,
     ),
 ]
@@ -123,7 +126,7 @@ Offload = Annotated[
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="NAMES",
-        instance_from_str=check_offload,
+        instance_from_str=read_offloads,
         is_instance=is_text,
         str_from_instance=as_words,
     ),
@@ -137,7 +140,7 @@ class Data:
     # rows: .parquet, .jsonl, .json, .json*.gz, or ORG/NAME:CONFIG:SPLIT of the hub
     train_data: Files | None = None
     eval_data: Files | None = None  # held-out rows, in the same formats; gives eval/*
-    # where paths of pictures start that are not beside their data file; none may leave
+    # folder of pictures that are not beside their data file; no path may leave these folders
     media_root: Path | None = None
     max_rows: Count | None = None  # use only the first rows of the training data
     # arguments of the chat template, such as '{"enable_thinking": false}'
@@ -210,7 +213,7 @@ class Rollout:
 
     @property
     def multi_turn(self) -> bool:
-        """Does something answer the policy?"""
+        """Whether something answers the policy."""
         return bool(self.tools or self.environment)
 
     @property
@@ -350,7 +353,7 @@ def with_lora_rates(args: Args) -> Args:
                 rate *= LORA_RATE_FACTOR
             rates[name] = rate
             line = f"LoRA of rank {args.machine.lora_rank}, {flag(name)} {rate:g}"
-            if rate < 0.99e-5:
+            if rate < 0.99e-5:  # below 1e-5, but for rounding: 10 * 1e-6 is less
                 line = f"warning: {line}: low, ten times that of full training is usual"
             say(line)
     return replace(args, **rates)
@@ -412,9 +415,8 @@ def check_engine_parallel(rollout: Rollout) -> None:
 
 
 def check_reward_timeout(flags: Any, deadline_s: float) -> None:
-    """SystemExit if --reward-timeout is given beside a function with another deadline of its
-    own."""
-    # the flag has no effect where the function's own deadline has replaced it
+    """SystemExit if --reward-timeout has no effect: a function with a deadline of its own replaces
+    it. deadline_s: the one that holds."""
     is_used = deadline_s == flags.reward_timeout
     needs = "a --reward-function without a timeout_s of its own"
     refuse_idle(flags, {"reward_timeout": (is_used, needs)})

@@ -86,7 +86,8 @@ def cut_episode(
     """An episode that is cut at `max_tokens`, or before a picture that does not fit; None if
     nothing of it is trained on.
 
-    The tokens before the first trained one are its prompt. ids: one for each of `media`.
+    The tokens before the first trained one are its prompt. ids: with one placeholder for each of
+    `media`.
     """
     cut = max_tokens
     if vision:
@@ -180,9 +181,6 @@ class Conversations:
         self.vision = vision
         self.media_root = media_root
         self.known_tokens = KnownTokens(tokenizer, num_embeddings)
-        # called only for rows with tools or calls, as they render the template
-        self.is_native = partial(has_own_calls, tokenizer, str(tokenizer.chat_template))
-        self.system_text = partial(default_system, tokenizer)
         self.placeholders: list[str] = []
         if vision:
             self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()])
@@ -207,7 +205,7 @@ class Conversations:
         report = ScanReport()
         progress = self.files.progress()
         fingerprint = Fingerprint()
-        unread: Counter[tuple[str, ...]] = Counter()  # of each row
+        unread: Counter[tuple[str, ...]] = Counter()  # keys that are not read -> number of rows
         split = SplitRows()
         for i, record in enumerate(self.files.records()):
             progress.add()
@@ -222,9 +220,11 @@ class Conversations:
             unread[tuple(unread_keys(record))] += 1
             texts = [text_of(message) for message in conversation.messages]
             num_characters = sum(len(text) for text in texts)
+            # a token has about four characters
             report.costs[i] = sum(picture_tokens) + num_characters / 4
             if len(lengths) > 1:
                 split.add(lengths)
+                # each sample repeats the turns before it
                 report.costs[i] *= sum(lengths) / lengths[-1]
             if conversation.last_two_turns:
                 note = (
@@ -249,7 +249,12 @@ class Conversations:
         if isinstance(record, str):
             raise BadRow(record)
         try:
-            conversation = read_conversation(record, self.is_native, self.system_text)
+            # both render the template: they are called only for rows with tools or calls
+            conversation = read_conversation(
+                record,
+                is_native=lambda: has_own_calls(self.tokenizer),
+                system_text=lambda: default_system(self.tokenizer),
+            )
         except (AttributeError, LookupError, RecursionError, TypeError) as error:
             raise BadRow(f"not a conversation: {type(error).__name__}: {error}") from error
         if conversation.pictures and not self.vision:
@@ -311,7 +316,7 @@ class Conversations:
             raise BadRow(f"nothing to learn in its first {self.max_tokens} tokens")
         start, _ = sample.turns[first_trained]
         num_before = sum(num_pictures(message) for message in messages[:first_trained])
-        self._check_header(sample.text[:start], num_before, picture_tokens)
+        self._check_header(sample.text[:start], picture_tokens[:num_before])
         return []
 
     def _check_split(
@@ -321,7 +326,8 @@ class Conversations:
         lengths: list[int] = []
         too_long: BadRow | None = None
         for sample in samples:
-            ((last, (start, end)),) = sample.turns.items()
+            (last,) = sample.turns
+            start, end = sample.turns[last]
             prompt = sample.text[:start]
             check_prompt(messages[:last], without_spaces(prompt))
             # a prompt may open the thoughts that the message's text begins with
@@ -331,13 +337,13 @@ class Conversations:
             check_texts([messages[last]], turn)
             self.known_tokens.check(sample.text)
             num_before = sum(num_pictures(message) for message in messages[:last])
+            tokens_before = picture_tokens[:num_before]
             try:
-                self._check_header(prompt, num_before, picture_tokens[:num_before])
+                self._check_header(prompt, tokens_before)
             except BadRow as error:
                 too_long = error
                 continue
-            length = len(encode(self.tokenizer, sample.text))
-            length += sum(picture_tokens[:num_before]) - num_before
+            length = self._num_tokens(sample.text, tokens_before)
             lengths.append(min(length, self.max_tokens))
         if too_long and not lengths:
             raise too_long
@@ -367,19 +373,23 @@ class Conversations:
                 "contents"
             )
 
-    def _check_header(self, header: str, num_before: int, picture_tokens: list[int]) -> None:
+    def _check_header(self, header: str, picture_tokens: list[int]) -> None:
         """BadRow if the text before the first trained turn takes all of `max_tokens`.
 
-        num_before: pictures in the header, each with one placeholder in it.
+        picture_tokens: of the pictures in the header.
         """
         if max_num_tokens(header) + sum(picture_tokens) < self.max_tokens:
-            return
-        num_tokens = len(encode(self.tokenizer, header))
-        num_tokens += sum(picture_tokens[:num_before]) - num_before
+            return  # without tokenizing it
+        num_tokens = self._num_tokens(header, picture_tokens)
         if num_tokens >= self.max_tokens:
             raise BadRow(
                 f"nothing to learn in its first {self.max_tokens} tokens: {num_tokens} come before"
             )
+
+    def _num_tokens(self, text: str, picture_tokens: list[int]) -> int:
+        """Tokens of a text with its pictures, each of which has one placeholder in it."""
+        num_placeholders = len(picture_tokens)
+        return len(encode(self.tokenizer, text)) + sum(picture_tokens) - num_placeholders
 
     def __len__(self) -> int:
         return len(self.usable)
@@ -400,9 +410,10 @@ class Conversations:
             return []
 
 
-def has_own_calls(tokenizer, chat_template: str) -> bool:
+def has_own_calls(tokenizer) -> bool:
     """Whether the chat template offers and calls tools in a way of its own, even if in one that
     nothing here reads."""
+    chat_template = str(tokenizer.chat_template)
     try:
         return native_calls(tokenizer, chat_template) is not None
     except ValueError:

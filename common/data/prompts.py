@@ -31,7 +31,17 @@ from common.data.scan import (
     max_num_tokens,
     once_per_machine,
 )
-from common.data.verl import OPTIONAL, REQUIRED, row_problem, to_verl, truth_of
+from common.data.verl import (
+    OPTIONAL,
+    REQUIRED,
+    answer_kwargs,
+    ignored_request,
+    interaction_kwargs,
+    row_problem,
+    row_tools,
+    to_verl,
+    truth_of,
+)
 from common.distributed import World
 from common.flags import Data, Rollout
 from common.pictures import BadRow
@@ -157,7 +167,7 @@ class PromptData:
             ground_truth=ground_truth,
             extra_info=record.get("extra_info") or {},
             prompt_ids=[],
-            answer_kwargs=render.answer_kwargs(record, self.answered_rows),
+            answer_kwargs=answer_kwargs(record, self.answered_rows),
             messages=prepared.messages,
         )
         if self._has_environment(record):
@@ -253,7 +263,7 @@ class PromptData:
     def _any_row_has_arguments(self) -> bool:
         """Whether a row has arguments of its own for a function that answers."""
         for record in self.files.records(OPTIONAL):
-            if isinstance(record, dict) and render.interaction_kwargs(record):
+            if isinstance(record, dict) and interaction_kwargs(record):
                 return True
         return False
 
@@ -361,7 +371,7 @@ class PromptData:
         report.note_misreadings(
             render.bare_text(row.prompt), row.pictures, row.has_control_tokens, self.tokenizer
         )
-        request = render.ignored_request(record, self.tools, self.answered_rows)
+        request = ignored_request(record, self.tools, self.answered_rows)
         if request:
             report.ignored_requests[request] += 1
 
@@ -406,9 +416,9 @@ class PromptData:
                 raise BadRow(
                     "ends in a message of the assistant, which an --environment cannot add to"
                 )
-        if not isinstance(render.answer_kwargs(record, self.answered_rows) or {}, dict):
+        if not isinstance(answer_kwargs(record, self.answered_rows) or {}, dict):
             raise BadRow("extra_info.interaction_kwargs is no object")
-        kwargs_of_tool = render.row_tools(record, self.tools) if self.tools else {}
+        kwargs_of_tool = row_tools(record, self.tools) if self.tools else {}
         tools = {name: self.tools[name] for name in kwargs_of_tool}
         spaced_prompt = prompt
         if not isinstance(prompt, str):

@@ -119,7 +119,7 @@ class Protocol:
         # templates of models that read text alone want a string
         if all(part["type"] == "text" for part in content):
             content = "".join(part["text"] for part in content)
-        mark = "\u2603\u2603"
+        mark = "\u2603\u2603"  # a text that no chat template has
         messages = [
             {"role": "user", "content": "-"},
             {"role": "assistant", "content": mark},
@@ -276,6 +276,8 @@ def native_calls(tokenizer, chat_template: str) -> dict | None:
 
     None if the template writes them as Hermes, or writes none. ValueError for an unknown format.
     """
+    if "tool_calls" not in chat_template:
+        return None
     call = Call("f", {"x": "y"})
     schema = {
         "type": "function",
@@ -303,8 +305,6 @@ def native_calls(tokenizer, chat_template: str) -> dict | None:
         rendered = render([*question, reply]).removeprefix(before)
     except (TemplateError, TypeError):
         rendered = ""
-    if "tool_calls" not in chat_template:
-        return None
     turn = rendered.rpartition(tokenizer.eos_token)[0]
     if Hermes.find_call(turn) == call:
         return None

@@ -1,6 +1,6 @@
 """From a row's `prompt` to the text that a model reads: chat template, tools, placeholders.
 
-Also: the tokens that end a turn and a response, and what verl's columns ask for in a row.
+Also: the tokens that end a turn and a response.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from common.data.media import MARKS, for_interpreter
+from common.data.media import MARKS
 from common.data.protocols import Hermes, native_calls
 from common.pictures import BadRow
 from common.progress import say
@@ -216,6 +216,7 @@ def default_system(tokenizer) -> str:
 
     Qwen2.5's template has such a text.
     """
+    # the cache has the template in its key: `end_turns_properly` may replace it
     return _default_system(tokenizer, str(tokenizer.chat_template))
 
 
@@ -269,86 +270,6 @@ def split_marks(content: str) -> list[dict]:
     return parts
 
 
-def ignored_request(record: Mapping, tools: Mapping[str, Tool], answered: str) -> str:
-    """What verl's columns ask for in a row and the flags do not provide; "" if nothing.
-
-    answered: as in `answer_kwargs`.
-    """
-    if interaction_kwargs(record) and answered == "none":
-        return "extra_info.interaction_kwargs: no function is given as --environment"
-    agent = record.get("agent_name") or ""
-    if tools or agent not in ("", "tool_agent"):
-        return ""
-    unanswered = agent == "tool_agent" and answer_kwargs(record, answered) is None
-    if unanswered or without_nulls(tools_kwargs(record)):
-        return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
-    return ""
-
-
-def tools_kwargs(record: Mapping) -> dict:
-    """A row's keyword arguments for tools, by their names.
-
-    They are `extra_info.tools_kwargs`, or else PyVision's picture or video.
-    """
-    kwargs = (record.get("extra_info") or {}).get("tools_kwargs")
-    if kwargs:
-        return kwargs
-    hint = record.get("mm_hint")
-    if isinstance(hint, Mapping) and hint.get("hint_path"):
-        return for_interpreter(hint, bare_text(record["prompt"]))
-    return {}
-
-
-def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
-    """The tools that a row offers, with the row's own keyword arguments: {name: kwargs}.
-
-    These are verl's columns: the `agent_name` "single_turn_agent" offers none, else those named in
-    `extra_info.tools_kwargs` are on offer, else all. BadRow for a name that is not in `tools`.
-    """
-    if record.get("agent_name") == "single_turn_agent":
-        return {}
-    named = {}
-    for name, options in tools_kwargs(record).items():
-        if options is not None:  # Arrow fills in nulls
-            named[name] = options
-    unknown = sorted(named.keys() - tools.keys())
-    if unknown:
-        raise BadRow(
-            f"extra_info.tools_kwargs names {', '.join(unknown)}, which --tools does not offer"
-        )
-    if not named:
-        return {name: {} for name in tools}
-    kwargs_of_tool: dict[str, dict] = {}
-    for name, options in named.items():
-        kwargs_of_tool[name] = {}
-        for kind in ("create_kwargs", "execute_kwargs"):
-            for key, value in (options.get(kind) or {}).items():
-                if value is not None:
-                    kwargs_of_tool[name][key] = value
-    return kwargs_of_tool
-
-
-def interaction_kwargs(record: Mapping) -> dict:
-    """A row's keyword arguments for a function that answers."""
-    info = record.get("extra_info")
-    if not isinstance(info, Mapping):
-        return {}
-    return without_nulls(info.get("interaction_kwargs")) or {}
-
-
-def answer_kwargs(record: Mapping, answered: str) -> dict | None:
-    """A row's keyword arguments for the function that answers it; None if none does.
-
-    answered: which rows are answered: "all", "own" (those with arguments for it) or "none".
-    """
-    if record.get("agent_name") == "single_turn_agent":
-        return None
-    kwargs = interaction_kwargs(record)
-    if answered == "all" or (answered == "own" and kwargs):
-        return kwargs
-    return None
-
-
 def end_token_ids(path: str, tokenizer: "transformers.PreTrainedTokenizerBase") -> list[int]:
     """Ids that end a response: the tokenizer's end token, and those of the model's folder.
 
@@ -372,6 +293,7 @@ def after_last_turn(tokenizer) -> str:
 
     Phi's template ends a whole chat with a second token.
     """
+    # the cache has in its key what `end_turns_properly` may replace
     return _after_last_turn(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token)
 
 

@@ -288,9 +288,10 @@ def json_rows(content: bytes, are_lines: bool) -> tuple[list[bytes], dict[bytes,
     try:
         value = json.loads(content)
     except (RecursionError, ValueError):
+        only_first_row_is_broken = len(lines) > 1 and is_json(lines[1])
         is_list = bool(lines) and lines[0].lstrip().startswith(b"[")
-        if is_list and not (len(lines) > 1 and is_json(lines[1])):
-            raise  # a broken list; if the second line is JSON, only the first row is broken
+        if is_list and not only_first_row_is_broken:
+            raise
         return lines, LINES  # `records` gives the reason for each that is broken
     rows = value
     if isinstance(value, dict) and not (are_lines and len(lines) == 1):

@@ -157,10 +157,10 @@ class Lengths:
         texts: row -> (text, number of tokens to add to those of the text).
         """
         estimates = self._estimate(texts)
-        maybe = [i for i, length in estimates.items() if length + length // 16 + 8 > limit]
-        num_tokens = self._count([texts[i][0] for i in maybe])
+        near_limit = [i for i, length in estimates.items() if length + length // 16 + 8 > limit]
+        num_tokens = self._count([texts[i][0] for i in near_limit])
         too_long: dict[int, str] = {}
-        for i, length in zip(maybe, num_tokens):
+        for i, length in zip(near_limit, num_tokens):
             length += texts[i][1]
             if length >= UNCOUNTED:
                 too_long[i] = "the tokenizer breaks down at its text"

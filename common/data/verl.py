@@ -1,13 +1,18 @@
-"""Rows in verl's columns: which they must have, and what is wrong with a row."""
+"""Rows in verl's columns: which they must have, what is wrong with a row, and which tools and
+answers it asks for."""
 
 import ast
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
 
-from common.data.render import bare_text
+from common.data.media import for_interpreter
+from common.data.render import bare_text, without_nulls
 from common.data.rows import JSON_LINE, records
+from common.pictures import BadRow
+from common.types import Tool
 
 REQUIRED = ("data_source", "prompt", "reward_model")
 OPTIONAL = ("extra_info", "images", "videos", "image", "mm_hint", "agent_name")
@@ -114,3 +119,83 @@ def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
             if message.get("role") not in ROLES:
                 return f"unknown role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
     return None if bare_text(prompt).strip() else "prompt is empty"
+
+
+def tools_kwargs(record: Mapping) -> dict:
+    """A row's keyword arguments for tools, by their names.
+
+    They are `extra_info.tools_kwargs`, or else PyVision's picture or video.
+    """
+    kwargs = (record.get("extra_info") or {}).get("tools_kwargs")
+    if kwargs:
+        return kwargs
+    hint = record.get("mm_hint")
+    if isinstance(hint, Mapping) and hint.get("hint_path"):
+        return for_interpreter(hint, bare_text(record["prompt"]))
+    return {}
+
+
+def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
+    """The tools that a row offers, with the row's own keyword arguments: {name: kwargs}.
+
+    These are verl's columns: the `agent_name` "single_turn_agent" offers none, else those named in
+    `extra_info.tools_kwargs` are on offer, else all. BadRow for a name that is not in `tools`.
+    """
+    if record.get("agent_name") == "single_turn_agent":
+        return {}
+    options_of_tool = {}
+    for name, options in tools_kwargs(record).items():
+        if options is not None:  # Arrow fills in nulls
+            options_of_tool[name] = options
+    unknown = sorted(options_of_tool.keys() - tools.keys())
+    if unknown:
+        raise BadRow(
+            f"extra_info.tools_kwargs names {', '.join(unknown)}, which --tools does not offer"
+        )
+    if not options_of_tool:
+        return {name: {} for name in tools}
+    kwargs_of_tool: dict[str, dict] = {}
+    for name, options in options_of_tool.items():
+        kwargs_of_tool[name] = {}
+        for kind in ("create_kwargs", "execute_kwargs"):
+            for key, value in (options.get(kind) or {}).items():
+                if value is not None:
+                    kwargs_of_tool[name][key] = value
+    return kwargs_of_tool
+
+
+def interaction_kwargs(record: Mapping) -> dict:
+    """A row's keyword arguments for a function that answers."""
+    info = record.get("extra_info")
+    if not isinstance(info, Mapping):
+        return {}
+    return without_nulls(info.get("interaction_kwargs")) or {}
+
+
+def answer_kwargs(record: Mapping, answered: str) -> dict | None:
+    """A row's keyword arguments for the function that answers it; None if none does.
+
+    answered: which rows are answered: "all", "own" (those with arguments for it) or "none".
+    """
+    if record.get("agent_name") == "single_turn_agent":
+        return None
+    kwargs = interaction_kwargs(record)
+    if answered == "all" or (answered == "own" and kwargs):
+        return kwargs
+    return None
+
+
+def ignored_request(record: Mapping, tools: Mapping[str, Tool], answered: str) -> str:
+    """What verl's columns ask for in a row and the flags do not provide; "" if nothing.
+
+    answered: as in `answer_kwargs`.
+    """
+    if interaction_kwargs(record) and answered == "none":
+        return "extra_info.interaction_kwargs: no function is given as --environment"
+    agent = record.get("agent_name") or ""
+    if tools or agent not in ("", "tool_agent"):
+        return ""
+    unanswered = agent == "tool_agent" and answer_kwargs(record, answered) is None
+    if unanswered or without_nulls(tools_kwargs(record)):
+        return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
+    return ""

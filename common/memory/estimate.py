@@ -240,7 +240,8 @@ def phases_of(
     if reward_parameters:
         scoring = beside_engine + dtype.itemsize * reward_parameters + engine.after_rollout
 
-    terms = {
+    # models are updated one at a time: these are the terms of the one with the largest moment
+    update_terms = {
         "gradients": 0.0,
         "activations": 0.0,
         "gathered": 0.0,
@@ -249,7 +250,6 @@ def phases_of(
         "step": 0.0,
     }
     if not rollout.eval_only:
-        # models are updated one at a time: the terms are those of the one with the largest moment
         for shape, count in zip(models, trainer.learned):
             moments = update_moments(shape, rollout, machine, ranks, shards, dtype, on_gpu)
             at_rest = resident + 4 * count + engine.after_rollout
@@ -261,22 +261,25 @@ def phases_of(
             moments["backward"] += at_rest
             moments["reduction"] += at_rest
             moments["step"] = at_rest + (8 * count if "optimizer" in machine.offload else 0)
-            if max(moments.values()) > max(terms.values()):
-                terms = moments
-    update = max(terms["backward"], terms["reduction"], terms["step"])
+            if max(moments.values()) > max(update_terms.values()):
+                update_terms = moments
+    update = max(update_terms["backward"], update_terms["reduction"], update_terms["step"])
     if not on_gpu:
         update += MALLOC_PIECES * (update - engine.after_rollout)
-    terms["weights"] = trainer.weights + teacher_at_rest
-    terms["reference"] = trainer.reference + teacher_at_rest
-    terms["Adam"] = trainer.adam
-    terms["engine"] = engine.weights
-    terms["KV cache"] = engine.cache
-    terms["workspace"] = engine.workspace
-    terms["NCCL"] = nccl
-    terms["rollout"] = sampling
-    terms["scoring"] = scoring
-    terms["update"] = update
-    terms["context"] = 1e9 * CUDA_CONTEXT if on_gpu else 0.0
+    terms = {
+        **update_terms,
+        "weights": trainer.weights + teacher_at_rest,
+        "reference": trainer.reference + teacher_at_rest,
+        "Adam": trainer.adam,
+        "engine": engine.weights,
+        "KV cache": engine.cache,
+        "workspace": engine.workspace,
+        "NCCL": nccl,
+        "rollout": sampling,
+        "scoring": scoring,
+        "update": update,
+        "context": 1e9 * CUDA_CONTEXT if on_gpu else 0.0,
+    }
     return {name: number / 1e9 for name, number in terms.items()}
 
 

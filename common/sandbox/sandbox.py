@@ -199,7 +199,8 @@ class Sandbox:
         self.begin(block, self.anew)
 
     def holds(self, block: Block) -> bool:
-        """Is its state that before this block? The child may have ended by itself since."""
+        """Whether its state is the one before this block. The child may have ended by itself
+        since."""
         if self.trajectory != block.trajectory or self.num_blocks != len(block.earlier):
             return False
         return not self.link.inbox and not wait(self.sources, 0)
@@ -288,7 +289,7 @@ class Sandbox:
     def on_control(self, message: str) -> ToolReply | None:
         """A message of the server."""
         if not message:
-            return self.lost()
+            return self.replace()
         if message != "done":
             self.excess = message  # it has killed the child, whose socket ends next
         elif self.state == State.CLEANING:
@@ -324,7 +325,7 @@ class Sandbox:
 
     def on_timeout(self) -> ToolReply | None:
         if self.state in (State.CLEANING, State.ENDING, State.STARTING):
-            return self.lost()
+            return self.replace()
         reason = f"the block took longer than {self.timeout_s:g} s"
         if self.state == State.REPEATING and self.block.earlier:
             reason = "the earlier blocks hang"
@@ -344,7 +345,7 @@ class Sandbox:
             return ToolReply(error, failed=True, role="user")
         return failed_block(reason)
 
-    def lost(self) -> ToolReply | None:
+    def replace(self) -> ToolReply | None:
         """The whole sandbox is gone, or hangs: another one takes its place. That one gets a block
         that the child had not been sent yet, unless it is lost as well. ValueError if the sandbox
         did not even start and has no block."""

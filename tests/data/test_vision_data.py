@@ -22,7 +22,7 @@ from vl import QWEN_VL, picture, write_tiny_vl
 
 from common.data import render
 from common.data.media import count_tokens
-from common.data.render import ignored_request
+from common.data.verl import ignored_request
 from common.distributed import World
 from common.pictures import BadRow, Media, PixelLimits
 from common.processes import in_threads

@@ -44,7 +44,7 @@ def test_the_score_stands_at_the_last_trained_token():
         episode(1, [0, 0]),  # nothing is trained: its score belongs to no token
         episode(2, [1]),
     ]
-    rewards = ppo.token_rewards(torch.tensor([1.0, 7.0, 0.125]), TokenIndex(episodes))
+    rewards = ppo.token_rewards(torch.tensor([1.0, 7.0, 0.125]), TokenIndex(episodes), episodes)
     assert rewards.tolist() == [0.0, 0.0, 0.0, 1.0, 0.125]
 
 

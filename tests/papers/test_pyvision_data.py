@@ -15,7 +15,7 @@ from PIL import Image
 from vl import QWEN_VL, picture, write_tiny_vl
 
 from common.data.prompts import PromptData
-from common.data.render import ignored_request, row_tools
+from common.data.verl import ignored_request, row_tools
 from common.pictures import PixelLimits
 from common.types import Tool
 from common.vision import load_vision

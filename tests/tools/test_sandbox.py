@@ -203,7 +203,7 @@ WHOLE_OUTPUT = [
     value("trim", str),
     inside("MAX_TEXT = 3900", "MAX_TEXT = 10**9"),
 ]
-RETRY = trainer(Sandbox.lost, "(State.REPEATING", "(State.CLEANING, State.REPEATING")
+RETRY = trainer(Sandbox.replace, "(State.REPEATING", "(State.CLEANING, State.REPEATING")
 STANDS_STILL = trainer(Sandbox.on_message, 'self.order(b"stop")', "pass")
 
 # --- attacks --------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
             truth.append(sum(completions) / len(completions))
     index = TokenIndex(episodes)
     scores = torch.tensor([e.score for e in episodes])
-    rewards = ppo.token_rewards(scores, index)
+    rewards = ppo.token_rewards(scores, index, episodes)
     critic = Critic(random_policy(config, torch.float32).model.base_model, "sdpa")
     critic = wrap_model(critic, make_mesh(world, args.strategy), torch.float32)
     optimizer = GuardedAdamW(critic, torch.float32, weight_decay=0.01, max_grad_norm=1.0)

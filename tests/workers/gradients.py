@@ -88,7 +88,7 @@ def gradient(
             advantages = script.score_advantages(episodes)
             tokens.advantages = advantages[index.episode_of_token].to(dtype)
     elif kind == "ppo":
-        rewards, values = script.token_rewards(scores, index), rollout.double().sin()
+        rewards, values = script.token_rewards(scores, index, episodes), rollout.double().sin()
         returns, advantages = script.returns_and_advantages(rewards, values, index, args)
         tokens = script.Tokens(*common, *(x.to(dtype) for x in (advantages, values, returns)))
     else:
