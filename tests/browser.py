@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 from PIL import Image
@@ -86,10 +87,9 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=page.resolve().as_uri())
-        self.run(
-            "new Promise(loaded => document.readyState === 'complete' ? loaded()"
-            " : addEventListener('load', loaded))"
-        )
+        # no event is awaited: a page may have its scripts disabled
+        while self.run("document.readyState") != "complete":
+            time.sleep(0.05)
 
     def run(self, script: str):
         """The value of an expression in the page; a promise is awaited."""

@@ -169,7 +169,9 @@ def draw_panel(
     axes.set_ylim(value_range(np.concatenate([curves[key][1] for key in labels])))
     if title.startswith("share"):
         axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_locator(
+        MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1)
+    )
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     # each tick whole: matplotlib would write what they have in common on the title
     axes.xaxis.set_major_formatter("{x:.0f}")

@@ -2,6 +2,7 @@
 raises an error."""
 
 import json
+import os
 import re
 import secrets
 from pathlib import Path
@@ -67,11 +68,12 @@ def save_page(page: Path, text: str) -> None:
 
 
 def save_among_neighbours(page: Path, text: str) -> None:
-    """Write a page of a step, STEP.html or another, with links to those before and after it, whose
-    links are renewed."""
+    """Write a page with links to its neighbours, and renew the links of these."""
     save_with_links(page, text)
     for neighbour in neighbours(page).values():
+        written = neighbour.stat().st_mtime_ns
         save_with_links(neighbour, neighbour.read_text("utf-8", errors="replace"))
+        os.utime(neighbour, ns=(written, written))  # what it shows is as old as before
 
 
 def neighbours(page: Path) -> dict[str, Path]:
