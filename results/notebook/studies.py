@@ -49,17 +49,6 @@ curiosity_rl.py {MOSAIC} --tools crop_image_normalized --max-turns 4 --max-promp
 --eval-temperature 1"""
 
 
-# docs/examples/guess.py, with real weights in place of `tiny`, in a quarter of an hour on two cores
-GAME = """\
-grpo.py --environment docs/examples/guess.py:Guess --prompts-per-step 8 --samples-per-prompt 8 \
---max-response-tokens 192 --max-turn-tokens 48 --micro-batch-tokens 4096 --learning-rate 2e-5 \
---warmup-steps 2 --lr-schedule linear --lr-floor 0.1 --engine-memory 1 --tool-workers 1 \
---eval-rows 7 --eval-samples 8 --eval-temperature 1 --eval-every 4"""
-PLAYER = """\
-sft.py --model smollm2 --batch-size 16 --learning-rate 2e-4 --warmup-steps 4 --total-steps 40 \
---micro-batch-tokens 4096"""
-
-
 @dataclass(frozen=True)
 class Run:
     # script and flags; trl_step: GRPOTrainer on the demo of grpo.py; trl_sft: SFTTrainer
@@ -304,15 +293,6 @@ def distillation_runs() -> dict[str, Run]:
     return seeded(variants, range(1, 4))
 
 
-def game_runs() -> dict[str, Run]:
-    """The game after some demonstrations, and with the weights as they come."""
-    return {
-        "sft-guess": Run(PLAYER, None, "guess", ranks=1),
-        "grpo-guess-seed1": Run(f"{GAME} --total-steps 12", 1, "guess", "sft-guess", ranks=1),
-        "grpo-bare-seed1": Run(f"{GAME} --model smollm2 --total-steps 4", 1, "guess", ranks=1),
-    }
-
-
 ALL = (
     Study(
         "demos",
@@ -391,14 +371,6 @@ ALL = (
         "GRPO on Countdown in fewer steps and in fp32: how much of that without a GPU, in runs of "
         "less than an hour?",
         {name: run for name, run in TWO_CORES.items() if name.startswith(WITHOUT_GPU)},
-    ),
-    Study(
-        "game",
-        "What does SmolLM2-135M learn of a number-guessing game, in a quarter of an hour on two "
-        "cores?",
-        game_runs(),
-        also=("reward/mean", "tool/error_rate"),
-        dtype="bf16",
     ),
     Study(
         "one-gpu",

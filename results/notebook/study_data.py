@@ -3,14 +3,12 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from report import ROOT  # before common/: it puts the repository on the import path
+import report  # noqa: F401  (puts the repository on the import path)
 
 from common.assets.build import mosaic, tiny, tiny_vl
 from common.prepare import gsm8k
@@ -103,16 +101,6 @@ def mawps(request: Request) -> list:
     return request.flags("parquet")
 
 
-def guess(request: Request) -> list:
-    """The games of docs/examples/guess.py; to warm up with, those of a player."""
-    command = [sys.executable, ROOT / "docs/examples/play.py", "guess", request.folder]
-    subprocess.run(command, check=True)
-    if request.supervised:
-        return ["--train-data", request.folder / "demonstrations.jsonl"]
-    (request.folder / "test.jsonl").replace(request.folder / "eval.jsonl")
-    return request.flags("jsonl")
-
-
 def pair(solved: list[dict]) -> dict:
     """A row of reinforcement learning with its solution; for TRL: prompt and completion."""
     (problem,) = solved
@@ -143,7 +131,6 @@ DATA: dict[str, Callable[[Request], list]] = {
     "trap": trap,
     "gsm8k": gsm8k_rows,
     "mawps": mawps,
-    "guess": guess,
     "gsm8k-pairs": partial(gsm8k_as, pair, 1),
     "gsm8k-chats": partial(gsm8k_as, chat, 2),
     "gsm8k-from-value": partial(gsm8k_as, from_value, 1),
