@@ -293,6 +293,32 @@ def distillation_runs() -> dict[str, Run]:
     return seeded(variants, range(1, 4))
 
 
+# reasoning-gym's tasks with SmolLM2-135M as it comes: no warm start
+GYM = "--model smollm2 --max-prompt-tokens 224 --max-response-tokens 48 --engine-memory 1"
+GYM_RL = f"""\
+grpo.py {GYM} --prompts-per-step 16 --samples-per-prompt 8 --warmup-steps 3 --lr-schedule linear \
+--lr-floor 0.1 --total-steps 16 --eval-every 8 --eval-rows 128 --learning-rate"""
+GYM_RUNS = {
+    "grpo-gcd-seed1": f"{GYM_RL} 2e-5",
+    "grpo-letter-counting-seed1": f"{GYM_RL} 2e-5",
+    "grpo-family-relationships-seed1": f"{GYM_RL} 2e-5",
+}
+
+
+def gym_runs() -> dict[str, Run]:
+    """Training, and 8 samples of each held-out row of its level and of a harder one: of the model
+    as it comes, and of what each run gives."""
+    score = f"grpo.py {GYM} --eval-only --eval-rows 192 --eval-samples 8 --eval-temperature 1"
+    runs = {}
+    for name, command in GYM_RUNS.items():
+        rows = "gym-" + name.partition("-")[2].rpartition("-")[0]
+        runs.setdefault(f"{rows}-samples", Run(score, None, rows))
+        runs[name] = Run(command, int(name[-1]), rows)
+        trained_score = score.replace("--model smollm2 ", "")
+        runs[f"{name}-samples"] = Run(trained_score, None, rows, name)
+    return runs
+
+
 ALL = (
     Study(
         "demos",
@@ -364,6 +390,12 @@ ALL = (
         "What does SmolLM2-135M learn on Countdown and on arithmetic word problems?",
         smollm2_runs(steps=40, tokens=256, sampled=1024),
         needs="--gsm8k FOLDER --math FOLDER",
+        dtype="bf16",
+    ),
+    Study(
+        "reasoning-gym",
+        "What does SmolLM2-135M learn on procedural tasks, as it comes and without a GPU?",
+        gym_runs(),
         dtype="bf16",
     ),
     Study(
