@@ -293,30 +293,28 @@ def distillation_runs() -> dict[str, Run]:
     return seeded(variants, range(1, 4))
 
 
-# reasoning-gym's tasks with SmolLM2-135M as it comes: no warm start
-GYM = "--model smollm2 --max-prompt-tokens 224 --max-response-tokens 48 --engine-memory 1"
-GYM_RL = f"""\
-grpo.py {GYM} --prompts-per-step 16 --samples-per-prompt 8 --warmup-steps 3 --lr-schedule linear \
---lr-floor 0.1 --total-steps 16 --eval-every 8 --eval-rows 128 --learning-rate"""
-GYM_RUNS = {
-    "grpo-gcd-seed1": f"{GYM_RL} 2e-5",
-    "grpo-letter-counting-seed1": f"{GYM_RL} 2e-5",
-    "grpo-family-relationships-seed1": f"{GYM_RL} 2e-5",
-}
-
-
 def gym_runs() -> dict[str, Run]:
-    """Training, and 8 samples of each held-out row of its level and of a harder one: of the model
-    as it comes, and of what each run gives."""
-    score = f"grpo.py {GYM} --eval-only --eval-rows 192 --eval-samples 8 --eval-temperature 1"
-    runs = {}
-    for name, command in GYM_RUNS.items():
-        rows = "gym-" + name.partition("-")[2].rpartition("-")[0]
-        runs.setdefault(f"{rows}-samples", Run(score, None, rows))
-        runs[name] = Run(command, int(name[-1]), rows)
-        trained_score = score.replace("--model smollm2 ", "")
-        runs[f"{name}-samples"] = Run(trained_score, None, rows, name)
-    return runs
+    """GRPO on reasoning-gym's tasks, from SmolLM2-135M as it comes. Of the first task 8 samples
+    of each held-out row, too, before and after; those of a harder level stand behind those of the
+    level."""
+    sampling = "--max-prompt-tokens 224 --max-response-tokens 48 --engine-memory 1"
+    score = f"{sampling} --eval-only --eval-rows 192 --eval-samples 8 --eval-temperature 1"
+    rates = "--warmup-steps 3 --lr-schedule linear --lr-floor 0.1"
+    sizes = {16: "--total-steps 16 --eval-every 8", 8: "--total-steps 12 --eval-every 6"}
+
+    def grpo(task: str, prompts: int) -> Run:
+        command = f"""\
+grpo.py --model smollm2 {sampling} --prompts-per-step {prompts} --samples-per-prompt 8 {rates} \
+{sizes[prompts]} --eval-rows 128 --learning-rate 2e-5"""
+        return Run(command, 1, f"gym-{task}")
+
+    return {
+        "gym-gcd-samples": Run(f"grpo.py --model smollm2 {score}", None, "gym-gcd"),
+        "grpo-gcd-seed1": grpo("gcd", prompts=16),
+        "grpo-gcd-seed1-samples": Run(f"grpo.py {score}", None, "gym-gcd", "grpo-gcd-seed1"),
+        "grpo-letter-counting-seed1": grpo("letter-counting", prompts=8),
+        "grpo-family-relationships-seed1": grpo("family-relationships", prompts=8),
+    }
 
 
 ALL = (

@@ -201,3 +201,28 @@ def test_scores_tell_sources_format_and_content_apart(tmp_path):
     assert harder_scores["format"][0] == 0.25 and harder_scores["strict, with format"][0] == 0
     pq.write_table(pa.Table.from_pylist(samples[:4]), path)
     assert "sources" not in scores(path)
+
+
+def test_rows_of_a_procedural_task_are_held_out_with_a_harder_level(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    import pyarrow.parquet as pq
+    from study_data import GYM_HARDER_ROWS, GYM_LEVEL_ROWS, Request, write_rows
+
+    request = Request(tmp_path / "rl", supervised=False, gsm8k="hub", math=None)
+    flags = write_rows("gym-gcd", request)
+    train, held_out = (pq.read_table(path).to_pylist() for path in flags[1::2])
+    assert len(train) == GYM_LEVEL_ROWS["train_size"]
+    sources = ["reasoning_gym/gcd"] * GYM_LEVEL_ROWS["test_size"]
+    sources += ["reasoning_gym/gcd/harder"] * GYM_HARDER_ROWS["test_size"]
+    assert [row["data_source"] for row in held_out] == sources
+    questions = {row["prompt"][-1]["content"] for row in train}
+    assert not questions & {row["prompt"][-1]["content"] for row in held_out}
+    supervised = Request(tmp_path / "sft", supervised=True, gsm8k="hub", math=None)
+    lines = write_rows("gym-gcd", supervised)[1].read_text().splitlines()
+    for line, row in zip(lines, train, strict=True):
+        *prompt, reply = json.loads(line)["messages"]
+        assert [message["content"] for message in prompt] == [
+            message["content"] for message in row["prompt"]
+        ]
+        assert not any(message["train"] for message in prompt)
+        assert reply == {"role": "assistant", "content": row["extra_info"]["answer"]}
