@@ -294,27 +294,22 @@ def distillation_runs() -> dict[str, Run]:
 
 
 def gym_runs() -> dict[str, Run]:
-    """GRPO on reasoning-gym's tasks, from SmolLM2-135M as it comes. Of the first task 8 samples
-    of each held-out row, too, before and after; those of a harder level stand behind those of the
-    level."""
+    """GRPO on tasks of reasoning-gym, from SmolLM2-135M as it comes; before and after it 8 samples
+    of each held-out row, those of a harder level behind those of the level."""
     sampling = "--max-prompt-tokens 224 --max-response-tokens 48 --engine-memory 1"
     score = f"{sampling} --eval-only --eval-rows 192 --eval-samples 8 --eval-temperature 1"
-    rates = "--warmup-steps 3 --lr-schedule linear --lr-floor 0.1"
-    sizes = {16: "--total-steps 16 --eval-every 8", 8: "--total-steps 12 --eval-every 6"}
-
-    def grpo(task: str, prompts: int) -> Run:
-        command = f"""\
-grpo.py --model smollm2 {sampling} --prompts-per-step {prompts} --samples-per-prompt 8 {rates} \
-{sizes[prompts]} --eval-rows 128 --learning-rate 2e-5"""
-        return Run(command, 1, f"gym-{task}")
-
-    return {
-        "gym-gcd-samples": Run(f"grpo.py --model smollm2 {score}", None, "gym-gcd"),
-        "grpo-gcd-seed1": grpo("gcd", prompts=16),
-        "grpo-gcd-seed1-samples": Run(f"grpo.py {score}", None, "gym-gcd", "grpo-gcd-seed1"),
-        "grpo-letter-counting-seed1": grpo("letter-counting", prompts=8),
-        "grpo-family-relationships-seed1": grpo("family-relationships", prompts=8),
-    }
+    grpo = f"""\
+grpo.py --model smollm2 {sampling} --micro-batch-tokens 1024 --prompts-per-step 16 \
+--samples-per-prompt 8 --learning-rate 4e-5 --warmup-steps 3 --lr-schedule linear --lr-floor 0.1 \
+--total-steps 12 --eval-every 6 --eval-rows 128"""
+    runs = {}
+    for task in ("gcd",):
+        rows = f"gym-{task}"
+        policy = f"grpo-{task}-seed1"
+        runs[f"{rows}-samples"] = Run(f"grpo.py --model smollm2 {score}", None, rows)
+        runs[policy] = Run(grpo, 1, rows)
+        runs[f"{policy}-samples"] = Run(f"grpo.py {score}", None, rows, policy)
+    return runs
 
 
 ALL = (
