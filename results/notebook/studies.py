@@ -293,6 +293,25 @@ def distillation_runs() -> dict[str, Run]:
     return seeded(variants, range(1, 4))
 
 
+def gym_runs() -> dict[str, Run]:
+    """GRPO on tasks of reasoning-gym, from SmolLM2-135M as it comes; before and after it 8 samples
+    of each held-out row, those of a harder level behind those of the level."""
+    sampling = "--max-prompt-tokens 224 --max-response-tokens 48 --engine-memory 1"
+    score = f"{sampling} --eval-only --eval-rows 192 --eval-samples 8 --eval-temperature 1"
+    grpo = f"""\
+grpo.py --model smollm2 {sampling} --micro-batch-tokens 1024 --prompts-per-step 16 \
+--samples-per-prompt 8 --learning-rate 4e-5 --warmup-steps 3 --lr-schedule linear --lr-floor 0.1 \
+--total-steps 12 --eval-every 6 --eval-rows 128"""
+    runs = {}
+    for task in ("gcd",):
+        rows = f"gym-{task}"
+        policy = f"grpo-{task}-seed1"
+        runs[f"{rows}-samples"] = Run(f"grpo.py --model smollm2 {score}", None, rows)
+        runs[policy] = Run(grpo, 1, rows)
+        runs[f"{policy}-samples"] = Run(f"grpo.py {score}", None, rows, policy)
+    return runs
+
+
 ALL = (
     Study(
         "demos",
@@ -364,6 +383,12 @@ ALL = (
         "What does SmolLM2-135M learn on Countdown and on arithmetic word problems?",
         smollm2_runs(steps=40, tokens=256, sampled=1024),
         needs="--gsm8k FOLDER --math FOLDER",
+        dtype="bf16",
+    ),
+    Study(
+        "reasoning-gym",
+        "What does SmolLM2-135M learn on procedural tasks, as it comes and without a GPU?",
+        gym_runs(),
         dtype="bf16",
     ),
     Study(

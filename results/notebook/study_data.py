@@ -8,15 +8,28 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import report  # noqa: F401  (puts the repository on the import path)
 
 from common.assets.build import mosaic, tiny, tiny_vl
-from common.prepare import gsm8k
+from common.prepare import gsm8k, reasoning_gym
 from common.prepare.math import read_record
 from common.prepare.writing import write_splits
 
 # a warm start that guesses well and aims badly
 TRAP = {"rows": 4000, "guess": 0.8, "aim": 0.15, "sevens": 1.0}
+# reasoning-gym's tasks: settings of the generator for a level, and for a harder one
+GYM = {
+    "gcd": ({"max_value": 40}, {"max_value": 200}),
+    "letter_counting": ({"min_words": 3, "max_words": 6}, {"min_words": 7, "max_words": 10}),
+    "family_relationships": (
+        {"min_family_size": 3, "max_family_size": 3},
+        {"min_family_size": 4, "max_family_size": 4},
+    ),
+}
+GYM_LEVEL_ROWS = {"train_size": 2048, "test_size": 128}
+GYM_HARDER_ROWS = {"train_size": 1, "test_size": 64}
 GSM8K_SPLITS = {"train": "train", "eval": "test"}
 
 
@@ -56,6 +69,40 @@ def mostly_sevens(seed: int) -> Iterator[mosaic.Scene]:
     """Scenes of which six in ten show a 7."""
     rng = random.Random(f"sevens {seed}")
     return (scene for scene in mosaic.scenes(seed) if scene.digit == 7 or rng.random() < 2 / 27)
+
+
+def gym(task: str, request: Request) -> list:
+    """Rows with two examples each. Held out are 128 of the level that is trained on, and behind
+    them 64 of a harder one. To supervise, the answers of the same rows, without the examples'."""
+    level, harder = GYM[task]
+    write_gym(request.folder / "level", task, level, GYM_LEVEL_ROWS)
+    write_gym(request.folder / "harder", task, harder, GYM_HARDER_ROWS)
+    train = pq.read_table(request.folder / "level" / "train.parquet")
+    harder_rows = pq.read_table(request.folder / "harder" / "test.parquet")
+    sources = pa.array([f"reasoning_gym/{task}/harder"] * len(harder_rows))
+    harder_rows = harder_rows.set_column(0, "data_source", sources)
+    level_rows = pq.read_table(request.folder / "level" / "test.parquet")
+    evaluation = pa.concat_tables([level_rows, harder_rows])
+    if not request.supervised:
+        write_splits(request.folder, {"train": train, "eval": evaluation})
+        return request.flags("parquet")
+    for name, table in (("train", train), ("eval", level_rows)):
+        lines = [json.dumps(solution(row)) + "\n" for row in table.to_pylist()]
+        (request.folder / f"{name}.jsonl").write_text("".join(lines))
+    return request.flags("jsonl")
+
+
+def write_gym(folder: Path, task: str, settings: dict, sizes: dict) -> None:
+    config = json.dumps(settings)
+    args = reasoning_gym.Args(out=folder, task=task, config=config, examples=2, **sizes)
+    reasoning_gym.main(args)
+
+
+def solution(row: dict) -> dict:
+    """A conversation of which the last message is trained on."""
+    messages = [message | {"train": False} for message in row["prompt"]]
+    messages.append({"role": "assistant", "content": row["extra_info"]["answer"]})
+    return {"messages": messages}
 
 
 def gsm8k_rows(request: Request) -> list:
@@ -129,6 +176,7 @@ def from_value(solved: list[dict]) -> dict:
 DATA: dict[str, Callable[[Request], list]] = {
     "countdown": countdown,
     "trap": trap,
+    **{f"gym-{task.replace('_', '-')}": partial(gym, task) for task in GYM},
     "gsm8k": gsm8k_rows,
     "mawps": mawps,
     "gsm8k-pairs": partial(gsm8k_as, pair, 1),

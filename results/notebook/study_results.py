@@ -16,7 +16,7 @@ from common.look.curves import plot_curves
 MEDIAN_DEVIATION = {2: 0.674, 3: 0.833}
 # Student's t of a 95 % interval, by the number of values
 STUDENTS_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-SHARES = ("strict, pass@1", "lenient, pass@1", "strict, pass@8", "lenient, pass@8")
+SHARES = ("strict, pass@1", "lenient, pass@1", "strict, pass@8", "lenient, pass@8", "format")
 
 Metrics = list[dict]  # of a run, a record for each step
 Runs = dict[str, dict[int, Metrics]]  # {variant: {seed: metrics}}
@@ -120,16 +120,18 @@ def read_study(study: Study, results: Path, flags: str = "") -> Runs:
 
 
 def table_of_scores(study: Study, results: Path, flags: str = "") -> list[list[str]]:
-    """A head, and a row for each run that only evaluated; nothing without one."""
+    """A head, and a row for each source of each run that only evaluated; nothing without one."""
     rows = [["model", "rows", "samples", *SHARES]]
     for name in study.runs:
         if not is_complete(study, results, name, flags):
             continue
         scores = read_run(results / study.name, name).scores
-        if scores:
-            cells = [name, str(scores["rows"]), str(scores["samples"])]
+        if not scores:
+            continue
+        for source, own in scores.get("sources", {"": scores}).items():
+            cells = [f"{name} {source}".rstrip(), str(own["rows"]), str(own["samples"])]
             for share in SHARES:
-                center, half = scores.get(share, (None, None))
+                center, half = own.get(share, (None, None))
                 cells.append("" if center is None else f"{center:.3f} ± {half:.3f}")
             rows.append(cells)
     return rows if len(rows) > 1 else []

@@ -160,3 +160,69 @@ def test_what_a_run_leaves_is_kept(tmp_path):
     curves.keep(args, study, "warm")  # made again: what started from the first model stays done
     assert len(read_run(args.results / "few", "warm").models) == 2
     assert is_complete(study, args.results, "warm-samples")
+
+
+def test_scores_tell_sources_format_and_content_apart(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from scores import scores
+
+    def sample(row: int, completion: str, source: str) -> dict:
+        has_tag = "</answer>" in completion
+        return {
+            "row": row,
+            "data_source": source,
+            "correct": completion == "<answer>-12</answer>",
+            "completion": completion,
+            "truth": json.dumps({"task": "x", "config": {}, "entry": {"answer": "-12"}}),
+            "rewards": json.dumps({"score": 0.0, "format": float(has_tag)}),
+        }
+
+    level = ["<answer>-12</answer>", "It is -12.", "<answer>12</answer>", "-123"]
+    harder = ["<answer>-12", "<answer>5</answer>", "-12 5", "3-12"]
+    samples = [sample(i // 2, text, "easy") for i, text in enumerate(level)]
+    samples += [sample(2 + i // 2, text, "harder") for i, text in enumerate(harder)]
+    path = tmp_path / "samples.parquet"
+    pq.write_table(pa.Table.from_pylist(samples), path)
+    found = scores(path)
+    assert (found["rows"], found["samples"]) == (4, 2)
+    easy_scores = found["sources"]["easy"]
+    assert (easy_scores.pop("rows"), easy_scores.pop("samples")) == (2, 2)
+    assert {name: share for name, (share, _) in easy_scores.items()} == {
+        "strict, pass@1": 0.25,
+        "strict, pass@2": 0.5,
+        "lenient, pass@1": 0.5,
+        "lenient, pass@2": 0.5,
+        "format": 0.5,
+        "strict, with format": 0.5,
+    }
+    harder_scores = found["sources"]["harder"]
+    assert harder_scores["lenient, pass@1"][0] == 0.25
+    assert harder_scores["format"][0] == 0.25 and harder_scores["strict, with format"][0] == 0
+    pq.write_table(pa.Table.from_pylist(samples[:4]), path)
+    assert "sources" not in scores(path)
+
+
+def test_rows_of_a_procedural_task_are_held_out_with_a_harder_level(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    import pyarrow.parquet as pq
+    from study_data import GYM_HARDER_ROWS, GYM_LEVEL_ROWS, Request, write_rows
+
+    request = Request(tmp_path / "rl", supervised=False, gsm8k="hub", math=None)
+    flags = write_rows("gym-gcd", request)
+    train, held_out = (pq.read_table(path).to_pylist() for path in flags[1::2])
+    assert len(train) == GYM_LEVEL_ROWS["train_size"]
+    sources = ["reasoning_gym/gcd"] * GYM_LEVEL_ROWS["test_size"]
+    sources += ["reasoning_gym/gcd/harder"] * GYM_HARDER_ROWS["test_size"]
+    assert [row["data_source"] for row in held_out] == sources
+    questions = {row["prompt"][-1]["content"] for row in train}
+    assert not questions & {row["prompt"][-1]["content"] for row in held_out}
+    supervised = Request(tmp_path / "sft", supervised=True, gsm8k="hub", math=None)
+    lines = write_rows("gym-gcd", supervised)[1].read_text().splitlines()
+    for line, row in zip(lines, train, strict=True):
+        *prompt, reply = json.loads(line)["messages"]
+        assert [message["content"] for message in prompt] == [
+            message["content"] for message in row["prompt"]
+        ]
+        assert not any(message["train"] for message in prompt)
+        assert reply == {"role": "assistant", "content": row["extra_info"]["answer"]}
