@@ -51,7 +51,7 @@ THEIRS = {
     },
     "pip": {"index-url"},
     "hf": {"repo-type", "local-dir"},
-    "docker": {"shm-size", "network", "ipc", "security-opt", "cap-drop", "privileged"},
+    "docker": {"gpus", "shm-size", "network", "ipc", "security-opt", "cap-drop", "privileged"},
     "sbatch": {"signal", "requeue"},
 }
 # whose first column holds flags that are not ours

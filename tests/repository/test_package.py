@@ -1,9 +1,11 @@
-"""pyproject.toml names all that `pip install` has to take along."""
+"""pyproject.toml names all that `pip install` has to take along; the image of the
+Dockerfile."""
 
 import tomllib
 from pathlib import Path
 
 from helpers import ROOT, SCRIPTS
+from pages import blocks, split_commands
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
@@ -30,3 +32,16 @@ def test_all_data_files_are_in_the_package():
 def test_the_package_brings_no_packages_of_its_own():
     """They depend on the machine: requirements*.txt."""
     assert PYPROJECT["project"]["dependencies"] == []
+
+
+def test_the_docs_run_the_image_of_the_dockerfile():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    (folder,) = [line.split()[1] for line in lines if line.startswith("WORKDIR")]
+    (source,) = [line.split()[1] for line in lines if line.startswith("COPY")]
+    assert (ROOT / source).is_file() and f"/tmp/{source}" in "".join(lines)
+    (block,) = [block for _, block in blocks("docs/scaling.md") if "docker build" in block]
+    build, run = split_commands(block)
+    image = build[build.index("--tag") + 1]
+    assert build[-1] == "." and f"$PWD:{folder}" in run
+    inside = run[run.index(image) + 1 :]
+    assert inside[0] == "torchrun" and (ROOT / inside[-1]).is_file()
