@@ -1,9 +1,13 @@
-"""pyproject.toml names all that `pip install` has to take along; the image of the
-Dockerfile."""
+"""pyproject.toml names all that `pip install` has to take along; what is said without packages; the
+image of the Dockerfile."""
 
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from helpers import ROOT, SCRIPTS
 from pages import blocks, split_commands
 
@@ -32,6 +36,20 @@ def test_all_data_files_are_in_the_package():
 def test_the_package_brings_no_packages_of_its_own():
     """They depend on the machine: requirements*.txt."""
     assert PYPROJECT["project"]["dependencies"] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_without_torch_a_script_says_in_a_line_what_to_install(script):
+    """-S: an interpreter without its packages."""
+    done = subprocess.run([sys.executable, "-S", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{sys.executable} has no torch: ./with python {script} ")
+    assert [*re.findall(r"requirements\S*\.txt", line)] == [
+        "requirements.txt",
+        "requirements-cpu.txt",
+        "requirements-v100.txt",
+    ]
 
 
 def test_the_docs_run_the_image_of_the_dockerfile():
