@@ -36,6 +36,8 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+import common.packages  # noqa: F401, one line if torch is missing
+
 import numpy as np
 import torch
 from torch import Tensor

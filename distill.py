@@ -50,6 +50,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
+import common.packages  # noqa: F401, one line if torch is missing
+
 import numpy as np
 import torch
 from annotated_types import Gt, Lt

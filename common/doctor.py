@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 # nothing of ours is imported: it may be what does not work
@@ -165,6 +166,8 @@ def main() -> None:
     """The command, which takes no argument."""
     description = __doc__.partition("\n")[0]
     argparse.ArgumentParser(prog="python -m common.doctor", description=description).parse_args()
+    if find_spec("torch") is None:
+        print(f"there is no torch: {REQUIREMENTS}", flush=True)
     with ThreadPoolExecutor(len(CHECKS)) as threads:
         for title, answer in zip(CHECKS, threads.map(run_check, CHECKS.values())):
             print(f"{title}: {answer}", flush=True)

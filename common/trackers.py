@@ -14,6 +14,7 @@ from uuid import uuid4
 from common.files import full_disk_is_a_warning, jsonable, replace_file
 from common.flags import tracker_names
 
+PROJECT = "minimal-rl"
 TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
 
 
@@ -50,7 +51,13 @@ class Wandb:
         # capturing the console would wait for wandb, too
         settings = wandb.Settings(init_timeout=6, login_timeout=6, console="off")
         mode = None if online else "offline"
-        self.run = wandb.init(**options, dir=str(run_dir), mode=mode, settings=settings)
+        self.run = wandb.init(
+            **options,
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            dir=str(run_dir),
+            mode=mode,
+            settings=settings,
+        )
         # wandb's own step has to grow, and a resumed run repeats some
         self.run.define_metric("*", step_metric="step")
         place = self.run.url if online and not self.run.offline else "offline"
@@ -70,7 +77,7 @@ class Trackio:
         # a folder that has metrics goes on; another one of the same name does not
         resume = "allow" if (run_dir / "metrics.jsonl").is_file() else "never"
         self.run = trackio.init(
-            "minimal-rl", options["name"], config=options["config"], resume=resume, embed=False
+            PROJECT, options["name"], config=options["config"], resume=resume, embed=False
         )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

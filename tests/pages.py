@@ -9,6 +9,9 @@ from helpers import ROOT
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("papers/*/README.md")]
 PAGES += [ROOT / "tests" / "README.md", *ROOT.glob("results/**/README.md")]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in PAGES)
+# {Chinese page: the English one whose commands it has}
+TWINS = {"README_zh.md": "README.md"}
+TWINS |= {f"docs/zh/{path.name}": f"docs/{path.name}" for path in ROOT.glob("docs/zh/*.md")}
 
 
 @cache

@@ -4,7 +4,7 @@ fn(data_source, solution_str, ground_truth, extra_info=None) -> number, or a map
 "score"
 
 It may be an `async def`: then up to 64 calls run concurrently. fn.timeout_s is the deadline of a
-call.
+call. A function of a user may have TRL's signature instead (common/rewards/trl.py).
 """
 
 import importlib
@@ -15,7 +15,8 @@ from itertools import groupby
 from math import fsum, inf, isnan, nan
 
 from common.ending import sign_of_life
-from common.progress import Progress
+from common.progress import Progress, say
+from common.rewards.trl import NOT_APPLICABLE, has_trl_signature, with_verl_signature
 from common.types import Episode, Row
 from common.workers.pool import Pool, load_function
 from common.workers.process import Worker, describe
@@ -176,6 +177,10 @@ class RewardWorkers(Pool):
         (first,) = self.workers
         self.timeout_s = first.facts["timeout_s"] or timeout_s
         self.is_async = first.facts["is_async"]
+        self.is_trl = first.facts["is_trl"]
+        if self.is_trl:
+            name = function_spec.rpartition(":")[2]
+            say(f"reward {name}: TRL's signature, called with one completion at a time")
         self.worker_timeout_s = self.timeout_s
         if self.is_async:
             self.max_workers = 1
@@ -237,15 +242,25 @@ class RewardWorkers(Pool):
         failures = ""
         for label, text in texts.items():
             extra_info = row.extra_info | {"last_turn": text, "trajectory": text}
+            if self.is_trl:
+                # nothing is encoded here: a byte stands for a token
+                extra_info |= {"prompt": row.prompt, "completion_ids": [*text.encode()]}
             (reply,) = self.score([(row.data_source, text, row.ground_truth, extra_info)])
-            if "score" in reply:
+            if "score" in reply or NOT_APPLICABLE in reply["error"]:
                 return
             failures += f"\n  with {label}: {reply['error']}"
+        call = (
+            "NAME(data_source=..., solution_str=..., ground_truth=..., extra_info=...), for one "
+            'response, and returns a finite number or a dict with the key "score"'
+        )
+        if self.is_trl:
+            call = (
+                "NAME(prompts=[...], completions=[...], completion_ids=[...], and each column of "
+                "the row's extra_info as a list of one), and returns a list of one number or None"
+            )
         raise ValueError(
             f"--reward-function {function_spec} cannot score the first row:{failures}\n"
-            "It is called as NAME(data_source=..., solution_str=..., ground_truth=..., "
-            "extra_info=...), for one response, and returns a finite number or a dict with the key "
-            '"score"'
+            f"It is called as {call}"
         )
 
 
@@ -262,6 +277,9 @@ class Scorer:
 
     def __init__(self, function: RewardFunction | None):
         self.function = function  # None: the built-in ones
+        is_trl = function is not None and has_trl_signature(function)
+        if is_trl:
+            self.function = with_verl_signature(function)
         is_async = inspect.iscoroutinefunction(function)
         self.runner = None
         if is_async:
@@ -269,7 +287,7 @@ class Scorer:
 
             # one loop for all batches: a client stays bound to the loop it was first used in
             self.runner = asyncio.Runner()
-        self.facts = {"timeout_s": deadline_of(function), "is_async": is_async}
+        self.facts = {"timeout_s": deadline_of(function), "is_async": is_async, "is_trl": is_trl}
 
     def __call__(self, job) -> dict:
         if self.runner:
@@ -370,7 +388,11 @@ def score_episodes(
             episode.set_rewards(environment_rewards(episode.environment_reward))
         else:
             row = rows[episode.prompt_index]
-            jobs.append(scoring_job(episode, row, tokenizer))
+            job = scoring_job(episode, row, tokenizer)
+            if workers.is_trl:
+                extra_info = job[-1]
+                extra_info |= {"prompt": row.prompt, "completion_ids": episode.response_ids}
+            jobs.append(job)
             waiting.append(episode)
     for episode, result in zip(waiting, workers.score(jobs), strict=True):
         episode.set_rewards(with_score(result))

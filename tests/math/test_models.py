@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from common.job import Job
 from common.machines import facts_of_machine
 from common.models import Policy, load_model
 from common.packing import TokenIndex, pack
-from common.torch_repair import check_version
+from common.torch_repair import TESTED, check_version, check_versions
 from common.types import Episode
 from ppo import Critic
 
@@ -617,11 +618,37 @@ def test_another_version_of_transformers_is_named(capsys):
     (pinned,) = re.findall(
         r"^transformers==(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE
     )
-    check_version(pinned)
+    check_version("transformers", pinned)
     assert not capsys.readouterr().err
     for version in ("5.15.0", "5.20.0", "6.0.dev0"):
-        check_version(version)
+        check_version("transformers", version)
         assert (
             f"warning: transformers {version} is installed, tested is 5.16.1 to"
             in capsys.readouterr().err
         )
+
+
+def test_what_the_requirements_pin_is_tested(capsys, monkeypatch):
+    """And what is installed here; a torch or a vLLM that is not is named once."""
+    pins = "".join(path.read_text() for path in ROOT.glob("requirements*.txt"))
+    for package in TESTED:
+        for version in re.findall(rf"^{package}==(.*)$", pins, re.MULTILINE):
+            check_version(package, version)
+            check_version(package, f"{version}+cu126")
+    check_versions()
+    assert not capsys.readouterr().err
+    versions = {"torch": "2.14.1+cpu", "transformers": "5.19.0", "vllm": "0.25.1"}
+
+    def version_of(package: str) -> str:
+        if package not in versions:
+            raise metadata.PackageNotFoundError
+        return versions[package]
+
+    monkeypatch.setattr("common.torch_repair.metadata.version", version_of)
+    check_versions()
+    assert capsys.readouterr().err == (
+        "warning: torch 2.14.1+cpu is installed, tested is 2.11 to below 2.14: "
+        "pip install -r requirements.txt\n"
+        "warning: vllm 0.25.1 is installed, tested is 0.26 to below 0.33: "
+        "pip install -r requirements.txt\n"
+    )

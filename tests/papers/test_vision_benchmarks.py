@@ -420,7 +420,8 @@ def test_an_evaluation_tells_the_parts_apart_and_counts_what_could_not_be_scored
     }
     episodes = [Episode(i, 0, [1], [2], [1], [0.0], ending) for i, ending in enumerate(endings)]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "text")
-    score_episodes(episodes, rows, SimpleNamespace(score=lambda jobs: results), tokenizer)
+    workers = SimpleNamespace(is_trl=False, score=lambda jobs: results)
+    score_episodes(episodes, rows, workers, tokenizer)
     samples = [as_sample(episode, rows[i], tokenizer, True) for i, episode in enumerate(episodes)]
     assert [sample["score"] for sample in samples] == [0.5, 0.0, 0.0, 0.0, 1.0]
     assert [sample["correct"] for sample in samples] == [False] * 4 + [True]

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 from helpers import ROOT, SCRIPTS, make_args, metrics_of, run_script
-from pages import PAGES, blocks, split_commands, text
+from pages import PAGES, TWINS, blocks, split_commands, text
 from torch import Tensor
 
 import grpo
@@ -51,14 +51,14 @@ THEIRS = {
     },
     "pip": {"index-url"},
     "hf": {"repo-type", "local-dir"},
-    "docker": {"shm-size", "network", "ipc", "security-opt", "cap-drop", "privileged"},
+    "docker": {"gpus", "shm-size", "network", "ipc", "security-opt", "cap-drop", "privileged"},
     "sbatch": {"signal", "requeue"},
 }
 # whose first column holds flags that are not ours
 TABLES_OF_OTHERS = ("theirs", "original flag", "gone")
 OUTSIDE = {"pytest", "torch", "vllm"}  # modules of `python -m` that are not ours
 
-every_page = pytest.mark.parametrize("page", PAGES)
+every_page = pytest.mark.parametrize("page", sorted({*PAGES, *TWINS}))
 
 
 def prose(page: str) -> str:
@@ -557,8 +557,30 @@ def test_the_lines_that_it_quotes_are_in_the_script():
 # --- README's blocks run --------------------------------------------------------------------------
 
 
-def test_the_chinese_readme_has_the_same_code():
-    assert blocks("README_zh.md") == blocks("README.md")
+def code_of(page: str) -> list[tuple[str, list[str]]]:
+    """(language, lines without their comments) of every fenced block."""
+    found = []
+    for language, content in blocks(page):
+        lines = [re.sub(r"(^|\s+)# .*$", "", line) for line in content.splitlines()]
+        found.append((language, [line for line in lines if line]))
+    return found
+
+
+@pytest.mark.parametrize("page", TWINS)
+def test_a_chinese_page_has_the_same_code(page):
+    """To the byte, but for comments."""
+    assert code_of(page) == code_of(TWINS[page])
+
+
+def test_chinese_pages_are_found_and_their_comments_are_chinese():
+    assert {"docs/zh/curiosity.md", "docs/zh/recipes.md", "docs/zh/trouble.md"} <= TWINS.keys()
+    comments = []
+    for page in TWINS:
+        for _, content in blocks(page):
+            if "<<" not in content:  # what makes a file is quoted as it is
+                comments += re.findall(r"(?:^|\s)# (.*)$", content, flags=re.MULTILINE)
+    assert len(comments) >= 3
+    assert [x for x in comments if not re.search(r"[\u4e00-\u9fff]", x) and " " in x] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "README_zh.md"])

@@ -58,6 +58,16 @@ def test_the_command_teaches_before_it_runs(monkeypatch, capsys, asked, code):
     assert capsys.readouterr().out == "anything: asked\n"
 
 
+def test_without_torch_it_says_first_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "CHECKS", {"anything": Check("print('asked')")})
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "torch" else name)
+    monkeypatch.setattr(sys, "argv", ["doctor.py"])
+    doctor.main()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("there is no torch: pip install -r requirements.txt")
+    assert second == "anything: asked"
+
+
 def test_every_check_is_run():
     names = [name for name in vars(doctor) if name.startswith(("report_", "try_"))]
     programs = [check.program for check in doctor.CHECKS.values()]

@@ -1,9 +1,15 @@
-"""pyproject.toml names all that `pip install` has to take along."""
+"""pyproject.toml names all that `pip install` has to take along; what is said without packages; the
+image of the Dockerfile."""
 
+import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from helpers import ROOT, SCRIPTS
+from pages import blocks, split_commands
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
@@ -30,3 +36,30 @@ def test_all_data_files_are_in_the_package():
 def test_the_package_brings_no_packages_of_its_own():
     """They depend on the machine: requirements*.txt."""
     assert PYPROJECT["project"]["dependencies"] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_without_torch_a_script_says_in_a_line_what_to_install(script):
+    """-S: an interpreter without its packages."""
+    done = subprocess.run([sys.executable, "-S", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{sys.executable} has no torch: ./with python {script} ")
+    assert [*re.findall(r"requirements\S*\.txt", line)] == [
+        "requirements.txt",
+        "requirements-cpu.txt",
+        "requirements-v100.txt",
+    ]
+
+
+def test_the_docs_run_the_image_of_the_dockerfile():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    (folder,) = [line.split()[1] for line in lines if line.startswith("WORKDIR")]
+    (source,) = [line.split()[1] for line in lines if line.startswith("COPY")]
+    assert (ROOT / source).is_file() and f"/tmp/{source}" in "".join(lines)
+    (block,) = [block for _, block in blocks("docs/scaling.md") if "docker build" in block]
+    build, run = split_commands(block)
+    image = build[build.index("--tag") + 1]
+    assert build[-1] == "." and f"$PWD:{folder}" in run
+    inside = run[run.index(image) + 1 :]
+    assert inside[0] == "torchrun" and (ROOT / inside[-1]).is_file()

@@ -452,6 +452,8 @@ def test_what_a_tool_says_earns_nothing(start):
 class Recorded:
     """In a worker's place: what it is asked."""
 
+    is_trl = False
+
     def __init__(self):
         self.seen = []
 
@@ -462,7 +464,7 @@ class Recorded:
 
 VERL = "lambda data_source, solution_str, ground_truth, extra_info=None:"
 TRIALS = {  # a function: what is said of it, or nothing if it may go on
-    "lambda completions, **kwargs: [1.0]": "missing 1 required positional argument: 'completions'",
+    "lambda prediction, **kwargs: [1.0]": "missing 1 required positional argument: 'prediction'",
     f"{VERL} None": "returned the score None",
     f"{VERL} float('nan')": "returned the score nan",
     f"{VERL} {{}}['x']": "KeyError: 'x' (line 1 of trial.py)",

@@ -241,7 +241,8 @@ def rollouts(tmp_path, tokenizer, monkeypatch):
         for i in range(700)
     ]
     score = SimpleNamespace(
-        score=lambda jobs: [{"score": float(job[2]["target"] % 4 == 1)} for job in jobs]
+        is_trl=False,
+        score=lambda jobs: [{"score": float(job[2]["target"] % 4 == 1)} for job in jobs],
     )
     return Rollouts(
         world=World(0, 1, 0, torch.device("cpu")),

@@ -174,6 +174,7 @@ def fake_wandb(monkeypatch, init, patience_s=60.0):
         Settings=lambda **settings: settings, init=init, teardown=lambda: None
     )
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(trackers, "TRACKER_SECONDS", patience_s)
 
@@ -196,6 +197,14 @@ class FakeRun:
         self.exit_code = exit_code
 
 
+def test_the_project_of_wandb_is_that_of_the_environment(tmp_path, monkeypatch):
+    received = {}
+    fake_wandb(monkeypatch, lambda **options: received.update(options) or FakeRun())
+    monkeypatch.setenv("WANDB_PROJECT", "ours")
+    trackers.Trackers("wandb", tmp_path / "mine", {}).close()
+    assert received["project"] == "ours"
+
+
 def test_tracker_receives_numbers(tmp_path, monkeypatch):
     monkeypatch.delitem(ending.reached, "status", raising=False)
     run, received = FakeRun(), {}
@@ -208,6 +217,7 @@ def test_tracker_receives_numbers(tmp_path, monkeypatch):
     log.close()
     assert run.logged == [{"step": 1, "reward/mean": 0.5}, {"step": 1, "eval/accuracy": 0.25}]
     assert run.exit_code == 0 and received["name"] == "mine", "named after its folder"
+    assert received["project"] == "minimal-rl"
     assert (
         received["config"] == {"lr": 1e-6, "path": "/x"}
         and received["settings"]["init_timeout"] == 6

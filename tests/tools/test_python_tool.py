@@ -180,7 +180,7 @@ def test_errors_end_a_trajectory_or_are_told(workers, most, ending, score):
     score_episodes(
         [episode],
         {0: the_row},
-        SimpleNamespace(score=lambda jobs: map(make_built_in_scorer(""), jobs)),
+        SimpleNamespace(is_trl=False, score=lambda jobs: map(make_built_in_scorer(""), jobs)),
         tokenizer,
     )
     assert episode.score == score

@@ -1,0 +1,92 @@
+"""A reward function with TRL's signature, f(completions, **columns) -> list of scores, behind
+verl's: it is called with one completion at a time, in the same killable workers."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+
+COMPLETIONS = {"completions", "completion_ids"}  # one of them is named by any such function
+OF_THE_TRAINER = {"trainer_state", "environments"}  # what only TRL's trainer could give
+NOT_APPLICABLE = "not applicable"  # in the error of a response whose score is None
+
+
+def has_trl_signature(function: Callable) -> bool:
+    names = inspect.signature(function).parameters.keys()
+    return bool(names & COMPLETIONS) and "solution_str" not in names
+
+
+def with_verl_signature(function: Callable) -> Callable:
+    """The function as one of verl's, for one response; an `async def` stays one.
+
+    extra_info has the columns of the row, and besides `prompt` and, in training, `completion_ids`.
+    A dict with what it logs by log_metric and log_extra, and the "score". ValueError if it wants an
+    argument that there is not, or does not return one score; for None the reason has
+    NOT_APPLICABLE.
+    """
+    if inspect.iscoroutinefunction(function):
+
+        async def reward(data_source, solution_str, ground_truth, extra_info=None) -> dict:
+            columns = {"data_source": data_source, "ground_truth": ground_truth}
+            columns |= extra_info or {}
+            logged: dict[str, object] = {}
+            scores = await function(**arguments_of(function, solution_str, columns, logged))
+            return logged | {"score": single_score(scores)}
+    else:
+
+        def reward(data_source, solution_str, ground_truth, extra_info=None) -> dict:
+            columns = {"data_source": data_source, "ground_truth": ground_truth}
+            columns |= extra_info or {}
+            logged: dict[str, object] = {}
+            scores = function(**arguments_of(function, solution_str, columns, logged))
+            return logged | {"score": single_score(scores)}
+
+    return functools.wraps(function)(reward)
+
+
+def arguments_of(function: Callable, text: str, columns: Mapping, logged: dict) -> dict:
+    """The keyword arguments of a call: each column as a list of one value, the completion as
+    messages if the prompt is a list of them, else as a text. What the function logs goes to
+    `logged`. ValueError if it wants more than that."""
+
+    def log_metric(name: str, value: float) -> None:
+        logged[name] = value
+
+    def log_extra(column: str, values: list) -> None:
+        (logged[column],) = values
+
+    prompt = columns.get("prompt", "")
+    completion = text
+    if isinstance(prompt, list):
+        completion = [{"role": "assistant", "content": text}]
+    arguments = {name: [value] for name, value in columns.items() if name != "prompt"}
+    arguments["prompts"] = [prompt]
+    arguments["completions"] = [completion]
+    arguments["log_metric"] = log_metric
+    arguments["log_extra"] = log_extra
+    accepted = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            return arguments
+        if name in arguments:
+            accepted[name] = arguments[name]
+        elif name in OF_THE_TRAINER and parameter.default is parameter.empty:
+            raise ValueError(f"it wants {name}, which only TRL's trainer has")
+        elif parameter.default is parameter.empty:
+            raise ValueError(
+                f"it wants the column {name}; extra_info of the row has {', '.join(columns)}"
+            )
+    return accepted
+
+
+def single_score(scores: object) -> object:
+    """The score in a list of one. ValueError for anything else."""
+    try:
+        (score,) = scores
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"it returned {scores!r:.80}, expected a list with one score: it is called with one "
+            "completion at a time"
+        ) from None
+    if score is None:
+        raise ValueError(f"it returned None: {NOT_APPLICABLE}")
+    return score
