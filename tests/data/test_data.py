@@ -693,8 +693,11 @@ def test_wrong_columns_are_one_error(tmp_path, tokenizer, suffix):
     assert (
         "question, answer, data_source" in message
         and "ground_truth" in message
-        and "common.prepare" in message
+        and f"common.prepare.math --source {path} --out FOLDER makes such rows" in message
     )
+    path = write(tmp_path / f"b{suffix}", [{"text": "q", "answer": "a"}] * 9)
+    with pytest.raises(ValueError, match=r"as common\.prepare\.gsm8k writes it\.$"):
+        load(path, tokenizer)
 
 
 def test_unreadable_files(tmp_path, tokenizer):
