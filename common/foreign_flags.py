@@ -1,6 +1,7 @@
 """Answers to flags that a script does not have: what a key of TRL, verl or LLaMA-Factory is here,
 which script has a flag, what became of one that is gone."""
 
+import difflib
 import re
 import sys
 import tomllib
@@ -14,6 +15,9 @@ TABLES = Path(__file__).with_suffix(".toml")
 SEE_PAGE = "; see docs/from_verl_trl.md"
 # data.train_files=a.parquet, +trainer.nnodes=1, +debug=True
 KEY_OF_VERL = re.compile(r"\+*([a-z_]\w*(?:\.[a-z_]\w*)+|(?<=\+)\w+)=.*", re.IGNORECASE | re.DOTALL)
+NAME = re.compile(r"--[a-z][a-z-]*")  # a flag in an answer
+LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")  # a page's [text](address)
+SIMILAR = 0.7  # how alike two names are, of 1, that one is proposed for the other
 BOOLEANS = ("true", "false", "yes", "no", "1", "0")  # what other systems write behind a switch
 SCRIPTS_WITH = {  # the flags that only some scripts have, without those of groups
     "--objective": "grpo.py",
@@ -72,7 +76,7 @@ def refuse_foreign_flags(
     script_flags: those that the script has; rollout_flags: those of the group that sft.py lacks;
     switches: those of script_flags that take no value.
     """
-    answers = all_answers(rollout_flags)
+    answers = all_answers(script_flags, rollout_flags)
     refusals: dict[str, str] = {}  # {flag or key: its answer}
     unknown: dict[str, str] = {}  # these alone are left to tyro, which names the nearest flag
     for argument, previous, following in neighbours(arguments):
@@ -95,9 +99,16 @@ def refuse_foreign_flags(
         elif "." in name:
             refusals[name] = f"nothing that we know of{SEE_PAGE}"
         else:
-            unknown[name] = "nothing that we know of; --help-all shows all flags"
+            unknown[name] = f"nothing that we know of; {nearest(name, script_flags)}"
     if refusals:
         raise SystemExit(refusal_text(refusals | unknown, switches))
+
+
+def nearest(name: str, script_flags: set[str]) -> str:
+    """Where to look for an unknown flag: at the script's flag with the most similar name."""
+    names = [script_flag.removeprefix("--") for script_flag in sorted(script_flags)]
+    similar = difflib.get_close_matches(name.removeprefix("--"), names, n=1, cutoff=SIMILAR)
+    return f"perhaps --{similar[0]}" if similar else "--help-all shows all flags"
 
 
 def neighbours(arguments: list[str]) -> Iterator[tuple[str, str, str]]:
@@ -119,22 +130,31 @@ def refusal_text(refusals: dict[str, str], switches: set[str]) -> str:
     return "\n".join(lines)
 
 
-def all_answers(rollout_flags: set[str]) -> dict[str, str]:
-    """{flag: which scripts have it, or what it is here}."""
-    answers = dict.fromkeys(
-        rollout_flags, "grpo.py, ppo.py, curiosity_rl.py and distill.py have it"
-    )
+def all_answers(script_flags: set[str], rollout_flags: set[str]) -> dict[str, str]:
+    """{flag: which scripts have it, or what it is here}. An answer with a flag that this script
+    lacks says which ones have that."""
+    owners = dict.fromkeys(rollout_flags, "grpo.py, ppo.py, curiosity_rl.py and distill.py have it")
     for name, scripts in SCRIPTS_WITH.items():
         verb = "have" if " and " in scripts else "has"
-        answers[name] = f"{scripts} {verb} it"
+        owners[name] = f"{scripts} {verb} it"
+    answers = dict(owners)
     for table in tomllib.loads(TABLES.read_text()).values():
         for key, (replacement, note) in table.items():
+            if re.fullmatch(r"\([^()]*\)", note):
+                note = note[1:-1]
             if replacement == "none":
                 answer = note
             elif note:
                 answer = f"here {replacement} ({note})"
             else:
                 answer = f"here {replacement}"
-            answer = answer.replace("`", "")  # a page's marks of code
-            answers[flag(key.lstrip("-"))] = answer + SEE_PAGE
+            for name in NAME.findall(replacement):
+                if name in owners and name not in script_flags:
+                    answer += f"; {Path(sys.argv[0]).name} has no {name}: {owners[name]}"
+            answers[flag(key.lstrip("-"))] = plain(answer) + SEE_PAGE
     return answers
+
+
+def plain(answer: str) -> str:
+    """An answer without a page's marks of code and links."""
+    return LINK.sub(r"\1", answer).replace("`", "").replace("\\", "")

@@ -47,6 +47,7 @@ NO_ROWS = {  # the beginning of a file that was saved instead of rows -> what it
     b"<!doctype html": "a web page: download the file that it shows",
     b"<html": "a web page: download the file that it shows",
 }
+PREPARED = ("countdown", "geo3k", "gsm8k", "math")  # programs that write data/NAME in the docs
 MAX_DEPTH = 32  # of nesting in a row of JSON: pickling, printing and rendering it recurse
 
 
@@ -224,7 +225,11 @@ def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
                 break
         raise ValueError(f"{flag}: {path} is a folder: name its files{example}")
     if not path.exists():
-        raise FileNotFoundError(f"{flag}: no such file: {path}")
+        message = f"{flag}: no such file: {path}"
+        folder = path.parent
+        if folder.name in PREPARED and path.name in ("train.parquet", "test.parquet"):
+            message += f"; python -m common.prepare.{folder.name} --out {folder} writes it"
+        raise FileNotFoundError(message)
     if not path.is_file():  # opening a pipe would wait for a writer
         raise ValueError(f"{flag}: {path} is no regular file")
     try:

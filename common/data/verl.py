@@ -21,6 +21,9 @@ FORMAT = (
     "reward_model ({style, ground_truth}), optionally extra_info, images, videos, agent_name; as "
     "common.prepare.gsm8k writes it"
 )
+# columns of problems with an answer, which common.prepare.math reads
+QUESTIONS = {"problem", "question", "input"}
+ANSWERS = {"answer", "target", "solution"}
 AGENTS = ("single_turn_agent", "tool_agent")  # of the column agent_name; the last is the default
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -52,10 +55,17 @@ def to_verl(
         if name not in columns and (needs_truth or name != "reward_model"):
             missing.append(name)
     if missing:
-        raise ValueError(
+        message = (
             f"{flag}: {path} lacks {', '.join(missing)}; it has the columns {', '.join(columns)}. "
             f"Expected: {FORMAT}."
         )
+        names = {name.lower() for name in columns}
+        if names & QUESTIONS and names & ANSWERS:
+            message += (
+                f" python -m common.prepare.math --source {path} --out FOLDER makes such rows of "
+                "problems and their answers."
+            )
+        raise ValueError(message)
     return table
 
 

@@ -1,6 +1,7 @@
 """python -m common.prepare: the programs of this folder, each with its first command."""
 
 import ast
+import sys
 from pathlib import Path
 
 
@@ -11,6 +12,10 @@ def main() -> None:
         if commands.startswith("    python -m "):
             print(" ".join(title.split()))
             print(commands.partition("\n")[0])
+    if len(sys.argv) > 1:  # common.prepare gsm8k, for common.prepare.gsm8k
+        raise SystemExit(
+            "python -m common.prepare takes no arguments: its programs are those above"
+        )
 
 
 if __name__ == "__main__":

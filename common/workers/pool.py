@@ -158,7 +158,10 @@ class Pool:
         """[(key, reply)] of the job that the worker would have got, if there is one. ValueError if
         no worker has started so far."""
         if not self.works:
-            raise ValueError(f"{self.trouble}: {error}")
+            message = error.removeprefix("ValueError: ")
+            if not message.startswith("--"):  # a flag with a wrong value says all itself
+                message = f"{self.trouble}: {error}"
+            raise ValueError(message)
         print(f"warning: {self.trouble}: {error}", flush=True)
         queue = worker.queue or self.queue
         if not queue:
@@ -193,5 +196,7 @@ def load_function(spec: str, flag: str) -> Callable:
     if function is None:
         raise ValueError(f"{flag} {spec}: {path} defines no {name}")
     if not callable(function):
-        raise ValueError(f"{flag} {spec}: {name} is a {type(function).__name__}, not a function")
+        raise ValueError(
+            f"{flag} {spec}: {name} is of type {type(function).__name__}, not a function"
+        )
     return function

@@ -693,13 +693,23 @@ def test_wrong_columns_are_one_error(tmp_path, tokenizer, suffix):
     assert (
         "question, answer, data_source" in message
         and "ground_truth" in message
-        and "common.prepare" in message
+        and f"common.prepare.math --source {path} --out FOLDER makes such rows" in message
     )
+    path = write(tmp_path / f"b{suffix}", [{"text": "q", "answer": "a"}] * 9)
+    with pytest.raises(ValueError, match=r"as common\.prepare\.gsm8k writes it\.$"):
+        load(path, tokenizer)
 
 
 def test_unreadable_files(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match=r"--train-data: no such file: .*none\.parquet"):
         load(str(tmp_path / "none.parquet"), tokenizer)
+    folder = tmp_path / "gsm8k"
+    with pytest.raises(FileNotFoundError) as error:  # a command of the docs, before its data
+        load(str(folder / "train.parquet"), tokenizer)
+    assert str(error.value) == (
+        f"--train-data: no such file: {folder}/train.parquet; "
+        f"python -m common.prepare.gsm8k --out {folder} writes it"
+    )
     for name, content in (
         ("a.parquet", b"not parquet"),
         ("a.csv", b"a,b"),

@@ -492,3 +492,11 @@ def test_the_folder_lists_its_programs():
     assert [line.split()[2] for line in commands] == [
         f"common.prepare.{name}" for name in sorted(programs)
     ]
+    spaced = subprocess.run(
+        [sys.executable, "-m", "common.prepare", "gsm8k", "--out", "data"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (spaced.returncode, spaced.stdout) == (1, done.stdout)
+    assert "takes no arguments; its programs are above" in spaced.stderr

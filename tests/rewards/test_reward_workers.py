@@ -378,11 +378,15 @@ def test_prints_go_to_stderr(start, capfd):
 @pytest.mark.parametrize(
     "text, name, message",
     [
-        (None, "f", "there is no file"),
-        ("g = 1", "f", "defines no f"),
-        ("x = 1\nf = y", "f", r"NameError: name 'y' is not defined \(line 2 of bad.py\)"),
-        ("f = (", "f", "SyntaxError"),
-        ("import os; os._exit(4)", "f", r"the worker died \(exit code 4\)"),
+        (None, "f", "^--reward-function .*there is no file"),
+        ("g = 1", "f", "^--reward-function .*defines no f"),
+        ("x = 1\nf = y", "f", r"^--.* NameError: name 'y' is not defined \(line 2 of bad.py\)"),
+        ("f = (", "f", "(?s)^--reward-function .*SyntaxError"),
+        (
+            "import os; os._exit(4)",
+            "f",
+            r"^a reward worker did not start: the worker died \(exit code 4\)",
+        ),
     ],
 )
 def test_a_bad_file_is_explained_at_the_start(start, tmp_path, text, name, message):

@@ -26,7 +26,7 @@ from common import command_line, flags
 from common.command_line import check_ranges, expanded_arguments, flag, flat, refuse_idle
 from common.data.prompts import PromptData
 from common.flags import Data, Rollout, check_shared, parse
-from common.foreign_flags import SCRIPTS_WITH
+from common.foreign_flags import SCRIPTS_WITH, all_answers
 from common.hub import load_tokenizer, resolve_model
 
 SCRIPTS = [grpo, ppo, curiosity_rl, distill, sft]
@@ -627,6 +627,39 @@ def test_what_nobody_knows_is_listed_beside_what_is_answered(monkeypatch):
         "--data.mine",
         "--nobodys",
     ]
+
+
+def test_a_typo_beside_a_foreign_flag_is_answered_with_the_nearest_name(monkeypatch):
+    answers = answers_to(monkeypatch, grpo, "--beta 0.1 --modle tiny --learning_rte=1")
+    assert answers["--modle"] == f"{NOTHING}; perhaps --model"
+    assert answers["--learning-rte"] == f"{NOTHING}; perhaps --learning-rate"
+
+
+@pytest.mark.parametrize(
+    "script, name, lacking",
+    [
+        (grpo, "--max-length", "; grpo.py has no --max-tokens: sft.py has it"),
+        (sft, "--max-length", ""),
+        (sft, "--num-generations", "; sft.py has no --samples-per-prompt: grpo.py, ppo.py, "),
+        (grpo, "--num-generations", ""),
+        (curiosity_rl, "--beta", "; curiosity_rl.py has no --kl-loss-coef: grpo.py and ppo.py "),
+    ],
+)
+def test_an_answer_with_a_flag_that_the_script_lacks_says_who_has_it(
+    script, name, lacking, monkeypatch
+):
+    with pytest.raises(SystemExit) as refusal:
+        called(monkeypatch, script, name, "1")
+    message = str(refusal.value)
+    assert message.startswith(f"{script.__name__}.py has no {name}: here --") and lacking in message
+    assert message.count(" has no ") == (2 if lacking else 1)
+
+
+def test_answers_have_no_marks_of_the_page():
+    answers = all_answers(set(), set())
+    assert len(answers) > 400
+    for name, answer in answers.items():
+        assert not re.search(r"`|\\|\]\(|\(\([^()]*\)\)", answer), f"{name}: {answer}"
 
 
 @pytest.mark.parametrize("given", ["trainer.nobodys=1", "+nobodys=1", "--trainer.nobodys=1"])

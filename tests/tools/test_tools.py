@@ -340,7 +340,7 @@ def test_bad_specs(file, tmp_path):
         (f"{file}:", "expected FILE.py:NAME"),
         (f"{tmp_path}/none.py:f", "there is no file"),
         (f"{file}:nothing", "defines no nothing"),
-        (f"{file}:LIMIT", "LIMIT is a int, not a function"),
+        (f"{file}:LIMIT", "LIMIT is of type int, not a function"),
         ("visual,select_frames", "select_frames is named twice"),
         (f"{file}:act,{file}:act", "act is named twice"),
         (f"{file}:untyped", "parameter y has no type hint"),
@@ -358,7 +358,7 @@ def test_bad_specs(file, tmp_path):
         with pytest.raises(ValueError) as error:
             load_tools(spec)
         assert words in str(error.value) and str(error.value).startswith("--tools "), error.value
-        with pytest.raises(ValueError, match="--tools"):
+        with pytest.raises(ValueError, match=r"^--tools "):
             ToolWorkers(spec, 1, 1.0)
 
 
