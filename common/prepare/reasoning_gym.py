@@ -198,8 +198,8 @@ def make_truth(task: str, config: dict, entry: dict) -> str:
 
 
 def choose_examples(args: Args, entries: Iterator[dict]) -> list[dict]:
-    """The first NUM_EXAMPLES entries whose questions differ and whose answers are texts. ValueError if
-    there are fewer than a row shows."""
+    """The first NUM_EXAMPLES entries whose questions differ and whose answers are texts. ValueError
+    if there are fewer than a row shows."""
     examples: dict[str, dict] = {}
     for entry in entries:
         if tagged_answer(entry):

@@ -63,7 +63,7 @@ def scores(path: Path) -> dict:
     by_source: dict[str, list[dict]] = defaultdict(list)
     samples = pq.read_table(path).to_pylist()
     for sample in samples:
-        by_source[sample["data_source"]].append(sample)
+        by_source[sample.get("data_source", "")].append(sample)
     found = scores_of(samples)
     if len(by_source) > 1:
         found["sources"] = {source: scores_of(own) for source, own in by_source.items()}
