@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 
 from common.data.formats import (
     Conversation,
+    is_silent,
     num_pictures,
     read_conversation,
     text_of,
@@ -232,6 +233,9 @@ class Conversations:
                     "`train` is true"
                 )
                 report.notes[note] += 1
+            turns = zip(conversation.messages, conversation.train)
+            if any(is_trained and is_silent(message) for message, is_trained in turns):
+                report.notes["teach to say nothing: a turn that is trained on has no text"] += 1
             report.note_misreadings(
                 "".join(texts), picture_tokens, has_control_tokens, self.tokenizer
             )

@@ -268,6 +268,12 @@ def text_of(message: dict) -> str:
     return "".join(part.get("text", "") for part in content)
 
 
+def is_silent(message: dict) -> bool:
+    """Whether a message says nothing: no text, no calls, no thoughts with a key of their own."""
+    others = ("tool_calls", "reasoning_content", "thinking")
+    return not text_of(message).strip() and not any(message.get(key) for key in others)
+
+
 def num_pictures(message: dict) -> int:
     content = message["content"]
     if isinstance(content, str):

@@ -20,7 +20,7 @@ from vl import build_tokenizer as build_vl_tokenizer
 
 from common.assets.build.tiny import build_tokenizer
 from common.data.conversations import Conversations, conversation_episodes
-from common.data.formats import read_conversation, tool_call_message, unread_keys
+from common.data.formats import is_silent, read_conversation, tool_call_message, unread_keys
 from common.data.protocols import CLOSE, OPEN, Call, Hermes
 from common.data.render import end_turns_properly
 from common.data.rows import RowFiles
@@ -291,6 +291,24 @@ def test_a_turn_of_weight_0_is_not_trained_on(tokenizer):
     assert chat.train == [False, False, False, True] and not any(
         "weight" in message for message in chat.messages
     )
+
+
+def test_turns_without_a_text_are_told(tmp_path, tokenizer, capsys):
+    """Unless they are not trained on, or are thoughts."""
+    rows = [alternating("1+1?", " "), alternating("1+1?", "", "sure?", "2"), alternating("q", "a")]
+    rows.append([*alternating("q"), {"role": "assistant", "content": "", "train": False}])
+    rows[-1] += alternating("sure?", "2")
+    rows.append(alternating("q", "a", "", "b"))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    )
+    Conversations(str(tmp_path / "rows.jsonl"), "--train-data", tokenizer, max_tokens=99)
+    told = "2 rows teach to say nothing: a turn that is trained on has no text"
+    assert capsys.readouterr().out == f"--train-data: {told}\n"
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert is_silent({"role": "assistant", "content": ""})
+    assert not is_silent({"role": "assistant", "content": "", "tool_calls": calls})
+    assert not is_silent({"role": "assistant", "content": "", "reasoning_content": "2"})
 
 
 def test_marks_without_pictures_are_told(tmp_path, tokenizer, capsys):
