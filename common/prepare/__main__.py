@@ -12,7 +12,7 @@ def main() -> None:
         if commands.startswith("    python -m "):
             print(" ".join(title.split()))
             print(commands.partition("\n")[0])
-    if len(sys.argv) > 1:  # common.prepare gsm8k, for common.prepare.gsm8k
+    if set(sys.argv[1:]) - {"-h", "--help"}:  # common.prepare gsm8k, for common.prepare.gsm8k
         raise SystemExit(
             "python -m common.prepare takes no arguments: its programs are those above"
         )
