@@ -389,6 +389,7 @@ ALL = (
         "reasoning-gym",
         "What does SmolLM2-135M learn on procedural tasks, as it comes and without a GPU?",
         gym_runs(),
+        also=("reward/format", "reward/accuracy"),
         dtype="bf16",
     ),
     Study(
