@@ -383,7 +383,7 @@ def test_on_one_rank_weights_are_cast_once_a_step(case, tiny_config, stays_gathe
         stays_gathered=stays_gathered,
     )
     weights = policy.model.get_input_embeddings().weight
-    batches = case.minibatches[0].micro_batches
+    batches = case.minibatches[0].micro_batches[:3]
     for _ in range(2):
         gradient_of_each = []
         for batch in batches:
