@@ -204,7 +204,7 @@ def test_scores_tell_sources_format_and_content_apart(tmp_path):
 
 
 def test_rows_of_a_procedural_task_are_held_out_with_a_harder_level(tmp_path):
-    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("reasoning_gym.factory")
     import pyarrow.parquet as pq
     from study_data import GYM_HARDER_ROWS, GYM_LEVEL_ROWS, Request, write_rows
 
