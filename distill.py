@@ -410,6 +410,12 @@ def check_args(args: Args) -> None:
             "no --teacher: give a model to learn from, or --teacher-prompt-column for the "
             "student's own initial weights with another prompt"
         )
+    same_temperature = args.teacher_temperature in (None, args.rollout.temperature)
+    if args.teacher == args.run.model and not args.teacher_prompt_column and same_temperature:
+        say(
+            f"warning: --teacher {args.teacher} is --model itself, which has nothing to learn from "
+            "it without a --teacher-prompt-column or another --teacher-temperature"
+        )
     if args.minibatches > args.rollout.prompts_per_step:
         raise SystemExit(
             f"--minibatches {args.minibatches} of --prompts-per-step "

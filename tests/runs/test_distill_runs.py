@@ -180,7 +180,8 @@ def test_a_teacher_that_is_the_student_moves_no_weight(rows, tmp_path):
     options = [*OPTIONS, "--teacher", "tiny", "--engine", "hf"]
     options += ["--train-data", rows, "--eval-data", rows]
     options += ["--dtype", "fp32", "--total-steps", 1, "--output-dir", tmp_path / "run"]
-    run_script("distill.py", *options)
+    done = run_script("distill.py", *options)
+    assert "warning: --teacher tiny is --model itself, which has nothing to learn" in done.stdout
     (metrics,) = [record for record in metrics_of(tmp_path / "run") if record.get("step") == 1]
     assert metrics["distill/divergence"] == 0 and metrics["distill/agreement"] == 1
     assert metrics["optim/grad_norm"] == 0
