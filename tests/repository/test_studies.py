@@ -168,7 +168,7 @@ def test_scores_tell_sources_format_and_content_apart(tmp_path):
     from scores import scores
 
     def sample(row: int, completion: str, source: str) -> dict:
-        has_tag = "</answer>" in completion
+        has_tag = "<answer>" in completion and "</answer>" in completion
         return {
             "row": row,
             "data_source": source,
@@ -179,7 +179,7 @@ def test_scores_tell_sources_format_and_content_apart(tmp_path):
         }
 
     level = ["<answer>-12</answer>", "It is -12.", "<answer>12</answer>", "-123"]
-    harder = ["<answer>-12", "<answer>5</answer>", "-12 5", "3-12"]
+    harder = ["-12</answer>", "<answer>5</answer>", "-12 5", "3-12"]
     samples = [sample(i // 2, text, "easy") for i, text in enumerate(level)]
     samples += [sample(2 + i // 2, text, "harder") for i, text in enumerate(harder)]
     path = tmp_path / "samples.parquet"
