@@ -13,9 +13,7 @@ def main() -> None:
             print(" ".join(title.split()))
             print(commands.partition("\n")[0])
     if set(sys.argv[1:]) - {"-h", "--help"}:  # common.prepare gsm8k, for common.prepare.gsm8k
-        raise SystemExit(
-            "python -m common.prepare takes no arguments: its programs are those above"
-        )
+        raise SystemExit("python -m common.prepare takes no arguments; its programs are above")
 
 
 if __name__ == "__main__":

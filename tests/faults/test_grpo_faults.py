@@ -67,11 +67,11 @@ def test_other_objectives_run(tmp_path, flags):
 
 def test_a_reward_that_can_score_nothing_is_found_before_the_engine_starts(tmp_path):
     (tmp_path / "reward.py").write_text(
-        "def trl(completions, **kwargs): return [1.0 for _ in completions]"
+        "def other(answers, **kwargs): return [1.0 for _ in answers]"
     )
     options = [
         "--reward-function",
-        f"{tmp_path}/reward.py:trl",
+        f"{tmp_path}/reward.py:other",
         "--total-steps",
         1,
         "--output-dir",
@@ -84,10 +84,10 @@ def test_a_reward_that_can_score_nothing_is_found_before_the_engine_starts(tmp_p
         and "rollouts by hf" not in done.stdout
     )
     assert (
-        f"error: --reward-function {tmp_path}/reward.py:trl cannot score the first row:"
+        f"error: --reward-function {tmp_path}/reward.py:other cannot score the first row:"
         in done.stderr
     )
-    assert "TypeError: trl() missing 1 required positional argument: 'completions'" in done.stderr
+    assert "TypeError: other() missing 1 required positional argument: 'answers'" in done.stderr
 
 
 def test_dynamic_sampling_of_a_solved_task_ends_as_any_run_does(tmp_path):
