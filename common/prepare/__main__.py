@@ -12,7 +12,8 @@ def main() -> None:
         if commands.startswith("    python -m "):
             print(" ".join(title.split()))
             print(commands.partition("\n")[0])
-    if len(sys.argv) > 1:  # common.prepare gsm8k, for common.prepare.gsm8k
+    # common.prepare gsm8k, for common.prepare.gsm8k; --help is the list
+    if len(sys.argv) > 1 and sys.argv[1] != "--help":
         raise SystemExit("python -m common.prepare takes no arguments; its programs are above")
 
 
