@@ -117,9 +117,10 @@ def check_same_tokens(
     if not differing:
         return
     if len(differing) > len(student) // 2:
+        num_ids = len(student.keys() | teacher.keys())
         raise SystemExit(
-            f"{label}: has another tokenizer altogether ({len(differing)} of {len(student)} ids "
-            "mean another token): distillation compares distributions over the same tokens"
+            f"{label}: has another tokenizer altogether ({len(differing)} of {num_ids} ids mean "
+            "another token): distillation compares distributions over the same tokens"
         )
     examples = "; ".join(differing[:MAX_EXAMPLES])
     raise SystemExit(
