@@ -54,6 +54,7 @@ class Entry:
 ENTRIES = {
     "demo": Entry("--total-steps 15"),  # of the demo, whose rate then falls within 15 steps
     "four-minibatches": Entry("--minibatches 4 --warmup-steps 4 --total-steps 6"),
+    "five-rollouts": Entry("--minibatches 4 --warmup-steps 3 --total-steps 5"),
     "sixteen-steps": Entry(
         "--prompts-per-step 8 --warmup-steps 4 --learning-rate 1.2e-4 --total-steps 16"
     ),
