@@ -23,21 +23,22 @@ def with_verl_signature(function: Callable) -> Callable:
     argument that there is not, or does not return one score; for None the reason has
     NOT_APPLICABLE.
     """
+
+    def call(data_source, text, ground_truth, extra_info, logged: dict) -> object:
+        columns = {"data_source": data_source, "ground_truth": ground_truth} | (extra_info or {})
+        return function(**arguments_of(function, text, columns, logged))
+
     if inspect.iscoroutinefunction(function):
 
         async def reward(data_source, solution_str, ground_truth, extra_info=None) -> dict:
-            columns = {"data_source": data_source, "ground_truth": ground_truth}
-            columns |= extra_info or {}
             logged: dict[str, object] = {}
-            scores = await function(**arguments_of(function, solution_str, columns, logged))
+            scores = await call(data_source, solution_str, ground_truth, extra_info, logged)
             return logged | {"score": single_score(scores)}
     else:
 
         def reward(data_source, solution_str, ground_truth, extra_info=None) -> dict:
-            columns = {"data_source": data_source, "ground_truth": ground_truth}
-            columns |= extra_info or {}
             logged: dict[str, object] = {}
-            scores = function(**arguments_of(function, solution_str, columns, logged))
+            scores = call(data_source, solution_str, ground_truth, extra_info, logged)
             return logged | {"score": single_score(scores)}
 
     return functools.wraps(function)(reward)
