@@ -18,8 +18,9 @@ from common.script import handle_signals, run
 
 
 def main(fault: str) -> None:
-    world = init_world(stall_minutes=3 / 60 if fault == "stall" else 30)
+    world = init_world(stall_minutes=8 / 60 if fault == "stall" else 30)
     all_reduce([1.0])
+    sign_of_life()  # the ranks' timers start together, however long their start took
     if fault in ("ctrl-c in a step", "sigkill", "stall"):
         handle_signals()  # as scripts do: torchrun's SIGTERM does not end a rank at once
     if world.rank == world.size - 1:
