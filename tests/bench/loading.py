@@ -127,7 +127,7 @@ def measure(args: Args) -> None:
     wrap = partial(
         wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, own_stay_whole=kind == "LoRA"
     )
-    options: dict = {"wrap": wrap, "make": Critic if kind == "critic" else Policy}
+    options: dict = {"wrap": wrap, "model_class": Critic if kind == "critic" else Policy}
     if kind == "LoRA":
         options |= {"lora_flags": Machine(lora_rank=16), "dtype": torch.bfloat16}
     # which imports what the model needs, here as in the scripts

@@ -230,9 +230,8 @@ def test_ppo_and_its_critic(tmp_path):
     assert [steps_of(tmp_path / "again")[3][n] for n in names] == [steps[3][n] for n in names]
 
     again += ["--critic-model", other_weights(tmp_path / "critic")]
-    refused = run_script(
-        "ppo.py", *options, *again, "--resume", "auto", "--engine", "hf", ranks=2, check=False
-    )
+    more = ["--resume", "auto", "--total-steps", 4]
+    refused = run_script("ppo.py", *options, *again, *more, "--engine", "hf", ranks=2, check=False)
     assert refused.returncode == 1 and "is of a critic on another base" in refused.stderr, (
         refused.stderr
     )
