@@ -65,6 +65,10 @@ vllm.v1.worker.cpu_worker
 """
 # a file in which each run gets a line: processor seconds of its ranks, test, script
 COSTS = "TESTS_ZYGOTE_COSTS"
+# in the environment of a run that draws its curves.png: that takes 0.4 processor seconds, and
+# test_logger.py draws them, too
+CURVES = "TESTS_CURVES"
+DEMO_EVAL_ROWS = 64  # of the 1024 that the demo of a text model brings along
 PR_SET_PDEATHSIG = 1
 PATIENCE_S = 30  # between SIGTERM and SIGKILL, as torchrun has it
 
@@ -235,20 +239,23 @@ def import_all() -> None:
     with suppress(ImportError):
         auto = importlib.import_module("transformers.models.auto.video_processing_auto")
         list(auto.VIDEO_PROCESSOR_MAPPING.values())  # a processor that is loaded imports them all
-    register_kernels()
+    prepare_vllm()
     importlib.import_module(
         "common.assets.build.tiny"
-    ).rl_problems()  # the demo's rows, which most runs write for themselves
+    ).demo_tables()  # which most runs write for themselves
     gc.freeze()  # a collection in a rank need not walk, and so copy, all that was imported
     gc.enable()
 
 
-def register_kernels() -> None:
-    """vLLM's, in place of Triton's, for all ranks: it looks for those in every module."""
+def prepare_vllm() -> None:
+    """Once for all ranks: its kernels in place of Triton's, for which it looks in every module, and
+    its loggers."""
     with suppress(ImportError, AttributeError):  # another version
         platform = importlib.import_module("vllm.platforms").current_platform
         platform.register_triton_kernel_overrides()
         type(platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+        settings = importlib.import_module("vllm.config.logging").LoggingConfig()
+        importlib.import_module("vllm.logger").configure_logging_if_needed(settings)
 
 
 def die_with_parent(parent: int) -> None:
@@ -353,6 +360,7 @@ def become(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
         sys.argv = ["-c"]
         exec(arguments[1], {"__name__": "__main__"})
         return
+    leave_out(environment)
     sys.modules["numpy"].random.seed()  # as at their import; `random` does so by itself at a fork
     sys.modules["torch"].seed()
     if arguments[0] == "-m":
@@ -363,6 +371,14 @@ def become(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
         sys.path[0] = str(Path(cwd, arguments[0]).parent)
         sys.argv = list(arguments)
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def leave_out(environment: dict[str, str]) -> None:
+    """What most runs do in vain: curves.png, and a thousand rows of the demo to evaluate on."""
+    if CURVES not in environment:
+        sys.modules["common.logger"].draw_curves = lambda run_dir: None
+    tables = sys.modules["common.assets.build.tiny"].demo_tables()
+    tables["eval"] = tables["eval"].slice(0, DEMO_EVAL_ROWS)
 
 
 if __name__ == "__main__":
