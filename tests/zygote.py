@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,12 +86,13 @@ def script_environment(**extra: str) -> dict[str, str]:
 class Zygote:
     """One for all workers of pytest: the first process that has no address given starts it."""
 
-    def __init__(self, environment: dict[str, str]):
+    def __init__(self, environment: dict[str, str], tests: Iterable[str] = ()):
+        """tests: folders and files that workers of pytest will collect."""
         self.folder = tempfile.TemporaryDirectory(prefix="zygote-")
         self.address = f"{self.folder.name}/socket"
         self.log = Path(self.folder.name, "log")
         with self.log.open("w") as log:
-            command = [sys.executable, __file__, self.address, str(os.getpid())]
+            command = [sys.executable, __file__, self.address, str(os.getpid()), *tests]
             self.process = subprocess.Popen(
                 command, env=environment | AT_IMPORT, stdout=log, stderr=log
             )
@@ -192,7 +194,7 @@ def pytest_worker(*arguments: str) -> None:
 # --- the warm process -----------------------------------------------------------------------------
 
 
-def serve(address: str, parent: str) -> None:
+def serve(address: str, parent: str, *tests: str) -> None:
     die_with_parent(int(parent))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -203,6 +205,7 @@ def serve(address: str, parent: str) -> None:
         connection, _ = listener.accept()
         if not warm:
             import_all()
+            rewrite_assertions(tests)
             warm = True
         refuse_threads()
         own = os.getpid()
@@ -256,6 +259,26 @@ def prepare_vllm() -> None:
         type(platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         settings = importlib.import_module("vllm.config.logging").LoggingConfig()
         importlib.import_module("vllm.logger").configure_logging_if_needed(settings)
+
+
+def rewrite_assertions(tests: Iterable[str]) -> None:
+    """What pytest makes of the files of tests, for which each of its workers takes several
+    processor seconds unless it finds that beside them: once for all workers."""
+    rewritten = {}
+    with suppress(ImportError, AttributeError, TypeError):  # another version
+        rewrite = importlib.import_module("_pytest.assertion.rewrite")
+        rewrite_file = rewrite._rewrite_test
+        for place in tests:
+            path = Path(place.partition("::")[0]).resolve()
+            for file in [path, *path.rglob("test_*.py")]:
+                cached = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+                if file.is_file() and not cached.exists():
+                    rewritten[file] = rewrite_file(file, None)
+
+        def rewrite_unless_done(file: Path, config: object) -> tuple:
+            return rewritten.get(file) or rewrite_file(file, config)
+
+        rewrite._rewrite_test = rewrite_unless_done
 
 
 def die_with_parent(parent: int) -> None:
