@@ -461,11 +461,12 @@ def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_pa
 def test_the_last_byte_of_the_code_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
     monkeypatch.setattr("common.machines.ROOT", tmp_path)
+    no_model = str(tmp_path / "model")
     code = tmp_path / "grpo.py"
     code.write_text("x = 1" + "\n" * 2**21)
-    facts = facts_of_machine(str(tmp_path))
+    facts = facts_of_machine(no_model)
     code.write_text("x = 1" + "\n" * (2**21 - 1) + "x")
-    assert facts_of_machine(str(tmp_path)) != facts and facts["grpo.py"].startswith("2097157 bytes")
+    assert facts_of_machine(no_model) != facts and facts["grpo.py"].startswith("2097157 bytes, ")
 
 
 @pytest.mark.parametrize("flag", ["--output-dir", "--output_dir"])
