@@ -25,8 +25,8 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 
 def pytest_configure(config) -> None:
-    # After pytest's own collection of garbage at the end, which would walk what the tests have
-    # imported; at all, because extensions complain at exit that their objects have leaked.
+    # else extensions complain at exit that their objects have leaked; as the last cleanup, since
+    # pytest's own collections of garbage would walk all that the tests have imported
     config.add_cleanup(gc.unfreeze)
     # pytest-xdist would begin with the files that have the most tests
     config.option.loadscopereorder = False

@@ -262,8 +262,9 @@ def prepare_vllm() -> None:
 
 
 def rewrite_assertions(tests: Iterable[str]) -> None:
-    """What pytest makes of the files of tests, for which each of its workers takes several
-    processor seconds unless it finds that beside them: once for all workers."""
+    """Rewrite the assertions of test files as pytest does, once for all its workers. Each of them
+    would take seconds for it where there is no bytecode beside the files: in a clean checkout, or
+    with PYTHONDONTWRITEBYTECODE."""
     rewritten = {}
     with suppress(ImportError, AttributeError, TypeError):  # another version
         rewrite = importlib.import_module("_pytest.assertion.rewrite")
