@@ -204,8 +204,8 @@ def serve(address: str, parent: str, *tests: str) -> None:
     while True:
         connection, _ = listener.accept()
         if not warm:
-            import_all()
             rewrite_assertions(tests)
+            import_all()
             warm = True
         refuse_threads()
         own = os.getpid()
@@ -266,7 +266,8 @@ def rewrite_assertions(tests: Iterable[str]) -> None:
     would take seconds for it where there is no bytecode beside the files: in a clean checkout, or
     with PYTHONDONTWRITEBYTECODE."""
     rewritten = {}
-    with suppress(ImportError, AttributeError, TypeError):  # another version
+    # another version; or what is no Python, as a worker will tell
+    with suppress(ImportError, AttributeError, TypeError, SyntaxError, ValueError):
         rewrite = importlib.import_module("_pytest.assertion.rewrite")
         rewrite_file = rewrite._rewrite_test
         for place in tests:
