@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from common.command_line import flag
@@ -76,14 +77,14 @@ def refuse_foreign_flags(
     script_flags: those that the script has; rollout_flags: those of the group that sft.py lacks;
     switches: those of script_flags that take no value.
     """
-    answers = all_answers(script_flags, rollout_flags)
     refusals: dict[str, str] = {}  # {flag or key: its answer}
     unknown: dict[str, str] = {}  # these alone are left to tyro, which names the nearest flag
     for argument, previous, following in neighbours(arguments):
         has_value = previous.startswith("--") and "=" not in previous and previous not in switches
         key = None if has_value else KEY_OF_VERL.fullmatch(argument)
         if key:
-            refusals[key[1]] = answers.get(flag(key[1]), f"nothing that we know of{SEE_PAGE}")
+            answer = answer_to(flag(key[1]), script_flags, rollout_flags)
+            refusals[key[1]] = answer or f"nothing that we know of{SEE_PAGE}"
             continue
         if not argument.startswith("--"):
             continue
@@ -92,10 +93,12 @@ def refuse_foreign_flags(
         if name in switches:
             if (value or following).lower() in BOOLEANS:
                 refusals[name] = f"takes no value: write {name}, or {flag('no-' + name[2:])}"
-        elif name in script_flags or name in ("--help", "--help-all"):
             continue
-        elif name in answers:
-            refusals[name] = answers[name]
+        if name in script_flags or name in ("--help", "--help-all"):
+            continue
+        answer = answer_to(name, script_flags, rollout_flags)
+        if answer:
+            refusals[name] = answer
         elif "." in name:
             refusals[name] = f"nothing that we know of{SEE_PAGE}"
         else:
@@ -130,29 +133,48 @@ def refusal_text(refusals: dict[str, str], switches: set[str]) -> str:
     return "\n".join(lines)
 
 
-def all_answers(script_flags: set[str], rollout_flags: set[str]) -> dict[str, str]:
-    """{flag: which scripts have it, or what it is here}. An answer with a flag that this script
-    lacks says which ones have that."""
-    owners = dict.fromkeys(rollout_flags, "grpo.py, ppo.py, curiosity_rl.py and distill.py have it")
-    for name, scripts in SCRIPTS_WITH.items():
-        verb = "have" if " and " in scripts else "has"
-        owners[name] = f"{scripts} {verb} it"
-    answers = dict(owners)
+def answer_to(name: str, script_flags: set[str], rollout_flags: set[str]) -> str:
+    """What a flag or key is here, or which scripts have it; "" if we know nothing of it. An answer
+    with a flag that this script lacks says which ones have that."""
+    key = foreign_keys().get(name)
+    if not key:
+        return owners_of(name, rollout_flags)
+    replacement, note = key
+    if re.fullmatch(r"\([^()]*\)", note):
+        note = note[1:-1]
+    if replacement == "none":
+        answer = note
+    elif note:
+        answer = f"here {replacement} ({note})"
+    else:
+        answer = f"here {replacement}"
+    for our_flag in NAME.findall(replacement):
+        owners = owners_of(our_flag, rollout_flags)
+        if owners and our_flag not in script_flags:
+            answer += f"; {Path(sys.argv[0]).name} has no {our_flag}: {owners}"
+    return plain(answer) + SEE_PAGE
+
+
+@cache
+def foreign_keys() -> dict[str, tuple[str, str]]:
+    """{key of another system, written as a flag: (what it is here, a note)}. Only a command line
+    with such a key reads the file, which takes longer than to read the flags of a script."""
+    keys: dict[str, tuple[str, str]] = {}
     for table in tomllib.loads(TABLES.read_text()).values():
         for key, (replacement, note) in table.items():
-            if re.fullmatch(r"\([^()]*\)", note):
-                note = note[1:-1]
-            if replacement == "none":
-                answer = note
-            elif note:
-                answer = f"here {replacement} ({note})"
-            else:
-                answer = f"here {replacement}"
-            for name in NAME.findall(replacement):
-                if name in owners and name not in script_flags:
-                    answer += f"; {Path(sys.argv[0]).name} has no {name}: {owners[name]}"
-            answers[flag(key.lstrip("-"))] = plain(answer) + SEE_PAGE
-    return answers
+            keys[flag(key.lstrip("-"))] = (replacement, note)
+    return keys
+
+
+def owners_of(name: str, rollout_flags: set[str]) -> str:
+    """The scripts that have a flag, as a sentence; "" if all have it, or none."""
+    if name in SCRIPTS_WITH:
+        scripts = SCRIPTS_WITH[name]
+        verb = "have" if " and " in scripts else "has"
+        return f"{scripts} {verb} it"
+    if name in rollout_flags:
+        return "grpo.py, ppo.py, curiosity_rl.py and distill.py have it"
+    return ""
 
 
 def plain(answer: str) -> str:

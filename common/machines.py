@@ -17,7 +17,7 @@ from common.ending import at_end, fail, leave
 from common.files import HEARTBEAT_S, lock_folder, user_errors
 from common.flags import ROOT
 from common.hub import HUB_FILES
-from common.manifest import WrittenFiles, fingerprint, refuse_links
+from common.manifest import WrittenFiles, digest, fingerprint, refuse_links
 from common.progress import say
 
 
@@ -47,7 +47,8 @@ def facts_of_machine(model: str) -> dict[str, str]:
     """Flags, versions, and fingerprints of files, which must be the same on all machines. The files
     are the code, those that flags name, and the model's."""
     flags = flags_as_typed()
-    files = code_files() | model_files("model", model)
+    code = code_files()
+    files = code | model_files("model", model)
     for name in words_of_flags(flags):
         if os.path.isfile(name) and os.access(name, os.R_OK):
             files[name] = Path(name)
@@ -58,7 +59,11 @@ def facts_of_machine(model: str) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
     for name, file in files.items():
-        if file.is_file():
+        if name in code and file.is_file():
+            # whole: a fingerprint reads more than a file of code has
+            num_bytes, sha = digest(file)
+            facts[name] = f"{num_bytes} bytes, {sha[:12]}"
+        elif file.is_file():
             facts[name] = fingerprint(file)
     return facts
 

@@ -25,10 +25,15 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 
 def pytest_configure(config) -> None:
+    # else extensions complain at exit that their objects have leaked; as the last cleanup, since
+    # pytest's own collections of garbage would walk all that the tests have imported
+    config.add_cleanup(gc.unfreeze)
     # pytest-xdist would begin with the files that have the most tests
     config.option.loadscopereorder = False
     if WARM and ZYGOTE not in os.environ:
-        config.zygote = zygote.Zygote(script_environment())
+        num_workers = getattr(config.option, "numprocesses", None)
+        tests = config.args if num_workers else []
+        config.zygote = zygote.Zygote(script_environment(), tests)
         os.environ[ZYGOTE] = config.zygote.address
     if not getattr(config.option, "numprocesses", None):  # not the one that only hands them out
         gc.disable()  # until the tests are collected: imports leave little to collect
@@ -96,7 +101,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 def pytest_unconfigure(config) -> None:
-    gc.unfreeze()  # else extensions complain at exit that their objects have leaked
     if hasattr(config, "zygote"):
         config.zygote.close()
         del os.environ[ZYGOTE]

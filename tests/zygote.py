@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,6 +66,10 @@ vllm.v1.worker.cpu_worker
 """
 # a file in which each run gets a line: processor seconds of its ranks, test, script
 COSTS = "TESTS_ZYGOTE_COSTS"
+# in the environment of a run that draws its curves.png: that takes 0.4 processor seconds, and
+# test_logger.py draws them, too
+CURVES = "TESTS_CURVES"
+DEMO_EVAL_ROWS = 64  # of the 1024 that the demo of a text model brings along
 PR_SET_PDEATHSIG = 1
 PATIENCE_S = 30  # between SIGTERM and SIGKILL, as torchrun has it
 
@@ -81,12 +86,13 @@ def script_environment(**extra: str) -> dict[str, str]:
 class Zygote:
     """One for all workers of pytest: the first process that has no address given starts it."""
 
-    def __init__(self, environment: dict[str, str]):
+    def __init__(self, environment: dict[str, str], tests: Iterable[str] = ()):
+        """tests: folders and files that workers of pytest will collect."""
         self.folder = tempfile.TemporaryDirectory(prefix="zygote-")
         self.address = f"{self.folder.name}/socket"
         self.log = Path(self.folder.name, "log")
         with self.log.open("w") as log:
-            command = [sys.executable, __file__, self.address, str(os.getpid())]
+            command = [sys.executable, __file__, self.address, str(os.getpid()), *tests]
             self.process = subprocess.Popen(
                 command, env=environment | AT_IMPORT, stdout=log, stderr=log
             )
@@ -188,7 +194,7 @@ def pytest_worker(*arguments: str) -> None:
 # --- the warm process -----------------------------------------------------------------------------
 
 
-def serve(address: str, parent: str) -> None:
+def serve(address: str, parent: str, *tests: str) -> None:
     die_with_parent(int(parent))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -198,6 +204,7 @@ def serve(address: str, parent: str) -> None:
     while True:
         connection, _ = listener.accept()
         if not warm:
+            rewrite_assertions(tests)
             import_all()
             warm = True
         refuse_threads()
@@ -235,20 +242,45 @@ def import_all() -> None:
     with suppress(ImportError):
         auto = importlib.import_module("transformers.models.auto.video_processing_auto")
         list(auto.VIDEO_PROCESSOR_MAPPING.values())  # a processor that is loaded imports them all
-    register_kernels()
+    prepare_vllm()
     importlib.import_module(
         "common.assets.build.tiny"
-    ).rl_problems()  # the demo's rows, which most runs write for themselves
+    ).demo_tables()  # which most runs write for themselves
     gc.freeze()  # a collection in a rank need not walk, and so copy, all that was imported
     gc.enable()
 
 
-def register_kernels() -> None:
-    """vLLM's, in place of Triton's, for all ranks: it looks for those in every module."""
+def prepare_vllm() -> None:
+    """Once for all ranks: its kernels in place of Triton's, for which it looks in every module, and
+    its loggers."""
     with suppress(ImportError, AttributeError):  # another version
         platform = importlib.import_module("vllm.platforms").current_platform
         platform.register_triton_kernel_overrides()
         type(platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+        settings = importlib.import_module("vllm.config.logging").LoggingConfig()
+        importlib.import_module("vllm.logger").configure_logging_if_needed(settings)
+
+
+def rewrite_assertions(tests: Iterable[str]) -> None:
+    """Rewrite the assertions of test files as pytest does, once for all its workers. Each of them
+    would take seconds for it where there is no bytecode beside the files: in a clean checkout, or
+    with PYTHONDONTWRITEBYTECODE."""
+    rewritten = {}
+    # another version; or what is no Python, as a worker will tell
+    with suppress(ImportError, AttributeError, TypeError, SyntaxError, ValueError):
+        rewrite = importlib.import_module("_pytest.assertion.rewrite")
+        rewrite_file = rewrite._rewrite_test
+        for place in tests:
+            path = Path(place.partition("::")[0]).resolve()
+            for file in [path, *path.rglob("test_*.py")]:
+                cached = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+                if file.is_file() and not cached.exists():
+                    rewritten[file] = rewrite_file(file, None)
+
+        def rewrite_unless_done(file: Path, config: object) -> tuple:
+            return rewritten.get(file) or rewrite_file(file, config)
+
+        rewrite._rewrite_test = rewrite_unless_done
 
 
 def die_with_parent(parent: int) -> None:
@@ -353,6 +385,7 @@ def become(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
         sys.argv = ["-c"]
         exec(arguments[1], {"__name__": "__main__"})
         return
+    leave_out(environment)
     sys.modules["numpy"].random.seed()  # as at their import; `random` does so by itself at a fork
     sys.modules["torch"].seed()
     if arguments[0] == "-m":
@@ -363,6 +396,14 @@ def become(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
         sys.path[0] = str(Path(cwd, arguments[0]).parent)
         sys.argv = list(arguments)
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def leave_out(environment: dict[str, str]) -> None:
+    """What most runs do in vain: curves.png, and a thousand rows of the demo to evaluate on."""
+    if CURVES not in environment:
+        sys.modules["common.logger"].draw_curves = lambda run_dir: None
+    tables = sys.modules["common.assets.build.tiny"].demo_tables()
+    tables["eval"] = tables["eval"].slice(0, DEMO_EVAL_ROWS)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from helpers import (
     wait_until,
 )
 from hostile import FUNCTION, job, scored
+from zygote import CURVES
 
 from common.rewards import RewardWorkers
 from common.shards import find_checkpoint
@@ -300,6 +301,7 @@ def test_a_run_folder(disk, tmp_path, attack):
     options += ["--no-eval-before", "--dump-rollouts-every", 1]
     options += ["--reward-function", f"{tmp_path / 'saboteur.py'}:fn", "--output-dir", disk / "run"]
     environment = {"RUN": str(disk / "run"), "ATTACK": attack, "MARK": str(tmp_path / "mark")}
+    environment[CURVES] = "1"
     done = run_script("grpo.py", *options, env=environment, check=False, timeout=180)
     assert (tmp_path / "mark").exists(), done.stdout
     said = done.stdout + done.stderr

@@ -226,23 +226,26 @@ def test_a_group_of_one_listens_to_this_machine_alone():
     assert said.startswith("fault\n") and set(said.split()[1:]) <= {"127.0.0.1", "::1"}, said
 
 
-@pytest.mark.parametrize("fault", ["ctrl-c", "ctrl-c in a step"])
-def test_ctrl_c_is_one_line(rank, fault):
-    """Before training begins the first one ends the run; in a step the second, or what torchrun
-    makes of it."""
-    process = rank(fault)
+INTERRUPTED = "interrupted at step 3; last checkpoint: none\n"
+
+
+def test_ctrl_c_before_training_is_one_line():
+    """The first one ends the run."""
+    assert one_rank("ctrl-c") == (f"fault\n{INTERRUPTED}", 130)
+
+
+def test_the_second_ctrl_c_in_a_step_is_one_line(rank):
+    """Or what torchrun makes of it."""
+    process = rank("ctrl-c in a step")
     assert process.stdout.readline() == "fault\n"
     time.sleep(0.5)
-    if fault == "ctrl-c in a step":
-        process.send_signal(signal.SIGINT)
-        assert "once more ends it at once" in process.stdout.readline()
-        process.send_signal(signal.SIGHUP)  # which is no second one
-        time.sleep(0.5)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-    else:
-        process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[0] == "interrupted at step 3; last checkpoint: none\n"
+    process.send_signal(signal.SIGINT)
+    assert "once more ends it at once" in process.stdout.readline()
+    process.send_signal(signal.SIGHUP)  # which is no second one
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[0] == INTERRUPTED
     assert process.returncode == 130
 
 

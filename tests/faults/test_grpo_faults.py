@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from helpers import ROOT, metrics_of, run_script, skip_where_no_step_is_repeated, steps_of
+from zygote import CURVES
 
 FEW = ["--prompts-per-step", 6, "--samples-per-prompt", 4, "--max-response-tokens", 24]
 FEW += ["--max-rows", 64, "--engine", "hf", "--dtype", "fp32"]
@@ -191,7 +192,7 @@ def test_sigterm_saves_exits_with_its_own_code_and_resumes_exactly(plain, thirds
     (tmp_path / "disk").mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "disk")
     worker = ROOT / "tests/workers/told_to_end.py"
-    done = run_script(worker, *thirds, "--output-dir", run, check=False)
+    done = run_script(worker, *thirds, "--output-dir", run, check=False, env={CURVES: "1"})
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert (run / "curves.png").is_file()
     (stopped,) = [record for record in metrics_of(run) if record.get("event") == "stopped"]

@@ -458,6 +458,17 @@ def test_a_run_is_described_by_all_that_decides_what_it_does(monkeypatch, tmp_pa
     assert changed == {"model model.safetensors", str(rows)}
 
 
+def test_the_last_byte_of_the_code_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo.py"])
+    monkeypatch.setattr("common.machines.ROOT", tmp_path)
+    no_model = str(tmp_path / "model")
+    code = tmp_path / "grpo.py"
+    code.write_text("x = 1" + "\n" * 2**21)
+    facts = facts_of_machine(no_model)
+    code.write_text("x = 1" + "\n" * (2**21 - 1) + "x")
+    assert facts_of_machine(no_model) != facts and facts["grpo.py"].startswith("2097157 bytes, ")
+
+
 @pytest.mark.parametrize("flag", ["--output-dir", "--output_dir"])
 @pytest.mark.parametrize("equals", ["=", " "])
 def test_the_run_folder_is_not_probed_however_its_flag_is_typed(monkeypatch, flag, equals):

@@ -199,7 +199,11 @@ def test_budget_holds_and_an_empty_selection_is_one_padding_token(tiny_config):
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed",
+    # by default four draws of units for each window
+    [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))],
+)
 @pytest.mark.parametrize("window", [None, 1, 130, 300])
 def test_the_block_mask_is_that_of_the_dense_mask(seed, window):
     """With a window some blocks are visited in which nothing is seen, or asked for each pair though

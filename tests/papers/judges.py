@@ -30,9 +30,14 @@ class LocalJudge:
         self.asked = []
         self.requests = []
         self.lock = threading.Lock()
-        self.server = Server(("127.0.0.1", port), self.handler())
-        self.port = self.server.server_address[1]
+        self.port = port
+        self.open()
         self.url = f"http://127.0.0.1:{self.port}/v1"
+
+    def open(self) -> None:
+        """Listen, again after `close`."""
+        self.server = Server(("127.0.0.1", self.port), self.handler())
+        self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:

@@ -470,31 +470,71 @@ def test_a_test_call_asks_every_judge_whatever_the_probe_is_set_to(serve, monkey
 # --- as a reward function -------------------------------------------------------------------------
 
 
-def job(answer: str) -> tuple:
+DEADLINE_S = 6.0  # of a call
+JUDGED = f"""
+from papers.pyvision import judge, rewards
+
+judge.RETRIES = 0
+judge.MINUTE_S = 1
+
+
+async def score(data_source, solution_str, ground_truth, extra_info=None):
+    judge.PATIENCE_S = extra_info["patience_s"]
+    return await rewards.score(data_source, solution_str, ground_truth, extra_info)
+
+
+score.timeout_s = {DEADLINE_S}
+"""
+
+
+def job(answer: str, patience_s: float = 60.0) -> tuple:
     text = rf"<answer>\boxed{{{answer}}}</answer>"
-    return "vstar", text, "the right one", {"question": "Which one?", "last_turn": text}
+    info = {"question": "Which one?", "last_turn": text, "patience_s": patience_s}
+    return "vstar", text, "the right one", info
 
 
-@pytest.fixture
-def workers(monkeypatch, tmp_path):
-    """RewardWorkers that score by a judge, within a deadline; closed after the test."""
-    started = []
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """judged() is (a server, RewardWorkers that ask it): one worker for all tests, since its
+    imports take two processor seconds. They say what the server does, and ask for answers of their
+    own."""
+    server = LocalJudge()
+    file = tmp_path_factory.mktemp("judged") / "judged.py"
+    file.write_text(JUDGED)
+    pools = []
 
-    def start(server, timeout_s: float = 60, patience_s: float = 60) -> RewardWorkers:
-        monkeypatch.setenv("JUDGE_URLS", server.url)
-        function = "from papers.pyvision import judge\nfrom papers.pyvision.rewards import score\n"
-        function += f"judge.RETRIES = 0\njudge.MINUTE_S = 1\njudge.PATIENCE_S = {patience_s}\n"
-        function += f"score.timeout_s = {timeout_s}\n"
-        (tmp_path / "judged.py").write_text(function)
-        started.append(RewardWorkers(f"{tmp_path}/judged.py:score", 2, timeout_s=1))
-        return started[-1]
+    def start() -> tuple[LocalJudge, RewardWorkers]:
+        if not pools:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("JUDGE_URLS", server.url)
+                pools.append(RewardWorkers(f"{file}:score", 2, timeout_s=1))
+        return server, pools[0]
 
     yield start
-    for pool in started:
+    for pool in pools:
         pool.close()
+    server.close()
 
 
-def test_so_many_requests_are_under_way_at_once(serve, workers):
+# this one first: its capfd reads what the worker prints if the worker starts here
+def test_an_outage_beyond_the_deadline_leaves_responses_without_a_score(capfd, judged):
+    """What rules decide has its score. In the next step the judge is back."""
+    server, pool = judged()
+    server.behave = lambda number, answer: None if answer in ("red", "blue", "before") else 503
+    results = pool.score(
+        [job("before"), job("after"), job("the right one"), job("before"), job("")]
+    )
+    assert [result.get("score") for result in results] == [0.0, None, 1.0, 0.0, 0.0]
+    assert results[1] == {"error": "timeout after 6 s"}
+    assert (
+        f"warning: a judge does not answer: {host_of(server)}: InternalServerError 503"
+        in capfd.readouterr().err
+    )
+    server.behave = lambda number, answer: None
+    assert pool.score([job("after")])[0]["score"] == 0.0
+
+
+def test_so_many_requests_are_under_way_at_once(judged):
     """None of the first 64 is answered before all are under way; the verdicts are the scores."""
     asked = set()
     full = threading.Event()
@@ -506,41 +546,28 @@ def test_so_many_requests_are_under_way_at_once(serve, workers):
                 full.set()
             assert full.wait(30)
 
-    results = workers(serve(behave)).score([job(f"number {i}") for i in range(80)])
+    server, pool = judged()
+    server.behave = behave
+    results = pool.score([job(f"number {i}") for i in range(80)])
     assert results == [
         {"score": 0.0, "acc": 0.0, "pred": f"number {i}", "judged": 1.0} for i in range(80)
     ]
 
 
-def test_an_outage_is_waited_for(serve, workers, capfd):
+def test_an_outage_is_waited_for(judged):
     """The server dies after its first verdict, and is back a moment later."""
-    first = serve()
-    pool = workers(first)
+    server, pool = judged()
+    server.behave = lambda number, answer: None
     assert pool.score([job("one")])[0]["score"] == 0.0
-    first.close()
-    timer = threading.Timer(0.5, lambda: serve(port=first.port))
+    server.close()
+    timer = threading.Timer(0.5, server.open)
     timer.start()
     assert [result["score"] for result in pool.score([job("two"), job("three")])] == [0.0, 0.0]
     timer.join()
 
 
-def test_an_outage_beyond_the_deadline_leaves_responses_without_a_score(serve, workers, capfd):
-    """What rules decide has its score."""
-    server = serve(lambda number, answer: None if answer in ("red", "blue", "before") else 503)
-    pool = workers(server, timeout_s=3)
-    results = pool.score(
-        [job("before"), job("after"), job("the right one"), job("before"), job("")]
-    )
-    assert [result.get("score") for result in results] == [0.0, None, 1.0, 0.0, 0.0]
-    assert results[1] == {"error": "timeout after 3 s"}
-    assert (
-        f"warning: a judge does not answer: {host_of(server)}: InternalServerError 503"
-        in capfd.readouterr().err
-    )
-
-
 @pytest.mark.parametrize("fault", ["hangs", pytest.param(503, marks=pytest.mark.slow)])
-def test_an_outage_holds_all_responses_of_a_step_up_once(fault, serve, workers):
+def test_an_outage_holds_all_responses_of_a_step_up_once(fault, judged):
     """Four times 64 calls take the time of 64. In the next step it is back."""
     is_back = threading.Event()
 
@@ -551,18 +578,18 @@ def test_an_outage_holds_all_responses_of_a_step_up_once(fault, serve, workers):
             is_back.wait(60)
         return 503
 
-    pool = workers(serve(behave), timeout_s=2, patience_s=1)
+    server, pool = judged()
+    server.behave = behave
+    answers = [f"{fault} {i}" for i in range(4 * AT_ONCE)]
     began = time.monotonic()
-    results = pool.score([job(f"number {i}") for i in range(4 * AT_ONCE)])
-    assert time.monotonic() - began < 3 * 2
-    why = "ConnectionError: no judge has answered for 1 s"
+    results = pool.score([job(answer, patience_s=1.0) for answer in answers])
+    assert time.monotonic() - began < 3 * DEADLINE_S
+    why = "ConnectionError: no judge has answered for 1 s (line 10 of judged.py)"
     assert [result["error"] for result in results[AT_ONCE:]] == [why] * 3 * AT_ONCE
     is_back.set()
     time.sleep(1)
-    assert [result["score"] for result in pool.score([job("number 1"), job("number 2")])] == [
-        0.0,
-        0.0,
-    ]
+    results = pool.score([job(answer, patience_s=1.0) for answer in answers[1:3]])
+    assert [result["score"] for result in results] == [0.0, 0.0]
 
 
 RUN = [

@@ -62,6 +62,8 @@ def test_the_demo_learns_and_its_export_is_the_same_model_in_vllm(ranks, tmp_pat
         2,
         "--batch-size",
         8,
+        "--max-rows",
+        256,
         "--output-dir",
         tmp_path,
         "--eval-rows",

@@ -6,6 +6,7 @@ python tests/workers/faults.py raise | stall | sigkill | once | elsewhere | ctrl
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def main(fault: str) -> None:
         return
     if fault.startswith("ctrl-c"):
         reached["step"] = 3
+    if fault == "ctrl-c":
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
     while fault in ("elsewhere", "ctrl-c", "ctrl-c in a step", "sleep") or (
         fault == "stall" and world.rank == 1
     ):

@@ -25,6 +25,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common.flags import call_program
@@ -87,12 +88,7 @@ def build_config(tokenizer: "transformers.PreTrainedTokenizerFast") -> "transfor
 def write_demo_data(folder: Path) -> None:
     """train.parquet and eval.parquet of the demo that `grpo.py` and `ppo.py` run without
     --model."""
-    held_out, training = rl_problems()
-    tables = {
-        "train": to_table(training, "compact", "train"),
-        "eval": to_table(held_out, "compact", "test"),
-    }
-    write_splits(folder, tables)
+    write_splits(folder, demo_tables())
 
 
 def write_supervised_data(folder: Path) -> None:
@@ -139,6 +135,15 @@ def sums_and_differences(count: int, **options) -> list[Problem]:
 
 
 @cache
+def demo_tables() -> dict[str, pa.Table]:
+    """Rows of the demo, by the names of their files."""
+    held_out, training = rl_problems()
+    return {
+        "train": to_table(training, "compact", "train"),
+        "eval": to_table(held_out, "compact", "test"),
+    }
+
+
 def rl_problems() -> tuple[list[Problem], list[Problem]]:
     """(held-out, training) rows of the demo; no row of one is in the other, nor in the traces of
     the warm start."""
