@@ -410,6 +410,8 @@ def check_args(args: Args) -> None:
             "no --teacher: give a model to learn from, or --teacher-prompt-column for the "
             "student's own initial weights with another prompt"
         )
+    if args.teacher and not training:
+        say(f"--eval-only evaluates the student alone: --teacher {args.teacher} is not read")
     same_temperature = args.teacher_temperature in (None, args.rollout.temperature)
     if args.teacher == args.run.model and not args.teacher_prompt_column and same_temperature:
         say(

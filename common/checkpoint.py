@@ -247,12 +247,16 @@ class Checkpoints:
                     size += num_bytes
         return size
 
-    def note_if_none_is_due(self, total_steps: int) -> None:
-        """Print a line if --save-every asks for no checkpoint before the last step."""
-        if self.save_every == "epoch":
-            return
+    def note_if_none_is_due(self, total_steps: int, rows_per_step: int | None = None) -> None:
+        """Print a line if --save-every asks for no checkpoint before the last step. rows_per_step:
+        that it takes from the data; None if that varies."""
         next_step = total_steps
-        if self.save_every > 0:
+        if self.save_every == "epoch":
+            if not rows_per_step:
+                return
+            rows_left = (self.num_epochs + 1) * self.loader.num_rows - self.loader.consumed
+            next_step = self.start + math.ceil(rows_left / rows_per_step)
+        elif self.save_every > 0:
             next_step = self.start - self.start % self.save_every + self.save_every
         if next_step >= total_steps > self.start:
             say(

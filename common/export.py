@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import torch
 import tyro
 from safetensors import SafetensorError

@@ -1,6 +1,7 @@
 """Files and messages, without torch: atomic writes, values as JSON, the lock of a run folder, user
-errors."""
+errors, a hub's errors."""
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -68,6 +69,49 @@ def user_errors(
         if kinds is DAMAGE:  # a library's message, in several lines
             text = " ".join(text.split())
         raise SystemExit(printable(f"{prefix}: {text}")) from error
+
+
+class FirstRetry(logging.Filter):
+    """One line in place of the two that huggingface_hub logs each time it asks again."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_first = True
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        problem, marker, _ = record.getMessage().partition(" thrown while requesting ")
+        if marker and self.is_first:
+            self.is_first = False
+            problem = problem.strip("'")
+            say(f"the hub does not answer ({problem}); trying again for half a minute")
+        return not marker and not problem.startswith("Retrying in ")
+
+
+@contextmanager
+def hub_errors() -> Iterator[None]:
+    """Around a download from the hub: ConnectionError with one line if it does not answer or
+    refuses."""
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    first_retry = FirstRetry()
+    logger.addFilter(first_retry)
+    try:
+        yield
+    except OSError as error:  # its network, HTTP and offline errors all derive from it
+        raise ConnectionError(hub_problem(error)) from error
+    finally:
+        logger.removeFilter(first_retry)
+
+
+def hub_problem(error: OSError) -> str:
+    """What huggingface_hub has raised, in one line."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "the hub wants its terms to be accepted, on its page there, and `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has none of this name; one that is private needs `hf auth login`"
+    cause = error.__cause__ or error  # of "check your connection" the reason
+    return shorten(" ".join(str(cause).split()), 300)
 
 
 @contextmanager

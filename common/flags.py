@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -378,7 +379,11 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
         files_flag = "--train-data"
         files = data.train_data
     if not files and not brings_data:
-        raise SystemExit(f"--model {run.model} needs {files_flag}")
+        close_names = get_close_matches(run.model, EMBEDDED, n=1)
+        hint = ""
+        if close_names and run.model not in EMBEDDED:
+            hint = f"; {close_names[0]} brings rows of its own"
+        raise SystemExit(f"--model {run.model} needs {files_flag}{hint}")
     evaluates = bool(data.eval_data) or not data.train_data
     uses = {  # flag: (whether it has an effect, what it needs for one)
         "eval_every": (evaluates, "--eval-data"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from torch import Tensor, nn
 
-from common.files import user_errors
+from common.files import hub_errors, user_errors
 from common.flags import EMBEDDED
 from common.printing import printable
 from common.torch_repair import Later, transformers
@@ -309,11 +310,15 @@ def download(name: str, flag: str, kinds: Sequence[str] = HUB_FILES) -> Path:
     name them. SystemExit if the hub does not have it.
     """
     repository, revision, subfolder = split_hub_id(name)
+    nearest = ""
+    close_names = get_close_matches(name, [*FOLDERS, "smollm2"], n=1)
+    if close_names:
+        nearest = f" (nearest: {close_names[0]})"
     problem = (
-        f"no folder, none of {', '.join(EMBEDDED)}, smollm2, and the hub does not give it "
-        "(HF_ENDPOINT: a mirror)"
+        f"no folder, none of {', '.join(EMBEDDED)}, smollm2{nearest}, and the hub does not give "
+        "it (HF_ENDPOINT: a mirror)"
     )
-    with user_errors(f"{flag} {name}: {problem}"):
+    with user_errors(f"{flag} {name}: {problem}"), hub_errors():
         try:
             snapshot = huggingface_hub.snapshot_download(
                 repository,

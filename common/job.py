@@ -218,8 +218,9 @@ class Job:
         folder = self.output_dir / "model"
         is_finished = self.training and is_last_step(self.checkpoint, total_steps, folder)
         if broadcast_object(is_finished):
+            num_done = read_record(self.checkpoint)["step"]  # more than --total-steps, if that fell
             say(
-                f"nothing left to do: {self.checkpoint} has all {total_steps} steps, {folder} is "
+                f"nothing left to do: {self.checkpoint} has all {num_done} steps, {folder} is "
                 "the model; more steps: --total-steps"
             )
             raise SystemExit(0)

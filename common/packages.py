@@ -1,11 +1,15 @@
-"""Ends a script with one line if torch is missing. Scripts import it before torch."""
+"""Ends a program with one line if the packages are missing. Programs import it before those."""
 
 import sys
 from importlib.util import find_spec
 
-if find_spec("torch") is None:
+module = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m; None for a script
+program = f"-m {module.name.removesuffix('.__main__')}" if module else sys.argv[0]
+# what prepares data needs no torch
+package = "pyarrow" if program.startswith(("-m common.prepare", "-m papers.")) else "torch"
+if find_spec(package) is None:
     sys.exit(
-        f"{sys.executable} has no torch: ./with python {sys.argv[0]} runs in an environment that "
+        f"{sys.executable} has no {package}: ./with python {program} runs in an environment that "
         "has it; in one of your own: pip install -r requirements.txt (without a GPU "
         "requirements-cpu.txt, for Volta requirements-v100.txt)"
     )

@@ -9,6 +9,8 @@ from math import isnan
 from pathlib import Path
 from typing import Literal
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tyro.conf import Positional

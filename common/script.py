@@ -61,17 +61,24 @@ def run(main: Callable, *args: object) -> None:
     gc.set_threshold(50_000)
     try:
         status = _outcome(main, *args)
+        if status > 128:  # after a signal the script has ended its step
+            _print_end("stopped")
     except KeyboardInterrupt:
         ending.fail(ending.INTERRUPTED)
-        if os.environ.get("RANK", "0") == "0":
-            message = ending.INTERRUPTED
-            if ending.reached:
-                step = ending.reached.get("step")
-                checkpoint = ending.reached.get("checkpoint") or "none"
-                message += f" at step {step}; last checkpoint: {checkpoint}"
-            print(message, file=sys.stderr, flush=True)
+        _print_end(ending.INTERRUPTED)
         status = 130
     ending.leave(status)
+
+
+def _print_end(message: str) -> None:
+    """Print on rank 0 how the run has ended, at which step, and its last checkpoint."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if ending.reached:
+        step = ending.reached.get("step")
+        checkpoint = ending.reached.get("checkpoint") or "none"
+        message += f" at step {step}; last checkpoint: {checkpoint}"
+    print(message, file=sys.stderr, flush=True)
 
 
 def _outcome(main: Callable, *args: object) -> int:

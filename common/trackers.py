@@ -96,9 +96,13 @@ class SwanLab:
             # any answer will do; SwanLab itself waits longer for one than we do
             with suppress(HTTPError):
                 urlopen(settings.api_host, timeout=5).close()
-        mode = None if online else "offline"
-        log_dir = str(run_dir / "swanlab")
-        self.run = swanlab.init(**options, log_dir=log_dir, mode=mode, settings=settings)
+        self.run = swanlab.init(
+            **options,
+            project=settings.project.name or PROJECT,  # SWANLAB_PROJ_NAME, which it has read
+            log_dir=str(run_dir / "swanlab"),
+            mode=None if online else "offline",
+            settings=settings,
+        )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.run.log(metrics, step=step)

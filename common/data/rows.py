@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from common.data.table_files import files_in, find_files, is_hub_id, kind_of
-from common.files import shorten
+from common.files import hub_errors, shorten
 from common.progress import Progress, say
 
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
@@ -364,7 +364,8 @@ def download(name: str, flag: str) -> list[str]:
     try:
         from datasets import load_dataset
 
-        data = load_dataset(repository, *config, split=split, keep_in_memory=False)
+        with hub_errors():
+            data = load_dataset(repository, *config, split=split, keep_in_memory=False)
     except Exception as error:
         # not installed, no network, no such id, configuration or split, a broken file, ...
         raise ValueError(

@@ -9,6 +9,8 @@ pages.
 
 from pathlib import Path
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import pyarrow.parquet as pq
 import tyro
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import pyarrow as pa
 
 from common.data.rows import RowFiles

@@ -13,6 +13,8 @@ Rows as published: problem, with one <image> for each of its images; answer; ima
 from dataclasses import dataclass
 from pathlib import Path
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import pyarrow as pa
 from huggingface_hub import snapshot_download
 

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import pyarrow as pa
 from huggingface_hub import hf_hub_download
 

@@ -21,6 +21,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Literal
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import numpy as np
 import pyarrow as pa
 from huggingface_hub import hf_hub_download

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 from huggingface_hub import snapshot_download
 
 from common.data.rows import RowFiles

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import pyarrow as pa
 
 from common.files import user_errors

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.files import replace_file
+from common.files import hub_errors, replace_file
 
 ROWS_PER_WRITE = 32  # few, as a picture of 8K has 10 MB
 
@@ -28,11 +28,11 @@ def write_splits(out: Path, tables: dict[str, pa.Table]) -> None:
 def downloading(repository: str, otherwise: str) -> Iterator[None]:
     """ConnectionError, with what else to do, if the hub cannot be reached or refuses."""
     try:
-        yield
-    except OSError as error:
-        # huggingface_hub's network, HTTP and offline errors all derive from it
-        remedy = f"Set HF_ENDPOINT to a mirror that you can reach, or {otherwise}"
-        raise ConnectionError(f"could not download {repository}: {error}\n{remedy}") from error
+        with hub_errors():
+            yield
+    except ConnectionError as error:
+        remedy = f"set HF_ENDPOINT to a mirror that you can reach, or {otherwise}"
+        raise ConnectionError(f"could not download {repository}: {error}; {remedy}") from error
 
 
 def stream_rows(path: Path, rows: Iterable[dict], schema: pa.Schema) -> None:

@@ -8,9 +8,11 @@ from math import inf
 
 from common.data.protocols import Call, Code, Protocol
 from common.engine.protocol import Engine
+from common.files import shorten
 from common.flags import Rollout
 from common.pictures import Media
 from common.processes import cpus_of_rank
+from common.progress import say
 from common.rollout.observations import Observations
 from common.rollout.queue import PromptQueue
 from common.tools import find_tool
@@ -96,6 +98,7 @@ class Turns:
         # --environment names a function, which replies as a user does
         environment = self.flags.environment
         self.has_function = bool(environment) and not is_class(environment)
+        self.failed_tools: set[str] = set()  # whose first failure has been printed
         self.observations = Observations(tokenizer, self.protocol, vision)
         roles = {tool.role for tool in tools}
         if self.has_function:
@@ -148,15 +151,22 @@ class Turns:
     def _try_environment(self, rows: Iterable[Row]) -> bool:
         """Open and close the environment of a row. Returns whether it gives a reward."""
         columns = {}
+        has_truth = True
         for row in rows:
             if row.environment is not None:
                 columns = row.environment
+                has_truth = row.ground_truth is not None
                 break
         transcript = Transcript(TRIAL, seed="", columns=columns)
         opening = self._try_call(OPENING, transcript, RESET)
         transcript = replace(transcript, opening=opening.text)
         closing = self._try_call(CLOSING, transcript, "its reward")
-        return closing.info["reward"] is not None
+        if "reward" not in closing.info and not has_truth and not self.flags.reward_function:
+            say(
+                f"warning: --environment {self.flags.environment} has no reward, and the first row "
+                "no ground truth: without a --reward-function nothing scores its responses"
+            )
+        return closing.info.get("reward") is not None
 
     def _try_call(self, call: Call, transcript: Transcript, label: str) -> ToolReply:
         job = EnvironmentJob(call.name, {}, transcript)
@@ -436,6 +446,8 @@ class Turns:
         if reply.failed:
             self.fail(episode, call, reply.text)
             return False
+        if reply.error and reply.info.get("failure"):
+            self._note_failure(call.name, reply.info["failure"])
         if call is FUNCTION_REPLY:
             reward = reply.info["reward"]
             if reward is not None:
@@ -446,6 +458,15 @@ class Turns:
         else:
             self.add_call(episode, call, reply)
         return self._append_observation(trajectory, call, reply, pictures)
+
+    def _note_failure(self, name: str, reason: str) -> None:
+        """Print how a tool has failed for the first time: the tool itself may be wrong."""
+        if name not in self.failed_tools:
+            self.failed_tools.add(name)
+            say(
+                f"the tool {name} fails, the first time with {shorten(reason, 300)}: the policy "
+                "reads that, and tool/error_rate counts it"
+            )
 
     def _decode(self, call: Call, reply: ToolReply) -> tuple[ToolReply, list[Media]]:
         """The reply and its pictures; an error without pictures if one cannot be read."""

@@ -219,9 +219,11 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
         return reply_fields(tool, tool.function(**{**row_kwargs, **arguments}))
     except MemoryError:
         raise
+    except ValueError as error:
+        return {"text": error_text(str(error), tool.role), "error": True}
     except Exception as error:  # whatever it is, the policy reads it and may do better
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return {"text": error_text(text, tool.role), "error": True}
+        text = error_text(f"{type(error).__name__}: {error}", tool.role)
+        return {"text": text, "error": True, "info": {"failure": describe(error)}}
 
 
 def reply_fields(tool: Tool, result: object) -> dict:
@@ -256,7 +258,8 @@ def as_reply(fields: dict, tool: Tool) -> ToolReply:
     error = fields["error"]
     if tool.trusted or error.startswith(NO_WORKER):
         return ToolReply(error, failed=True, role=tool.role)
-    return ToolReply(error_text(error, tool.role), error=True, role=tool.role)
+    text = error_text(error, tool.role)
+    return ToolReply(text, error=True, info={"failure": error}, role=tool.role)
 
 
 class Caller:

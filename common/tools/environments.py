@@ -111,15 +111,15 @@ def accepted_kwargs(function: Callable, kwargs: Mapping[str, Any]) -> dict[str, 
     return {name: value for name, value in kwargs.items() if name in parameters}
 
 
-def first_attribute(thing: object, *names: str) -> Any:
-    """The first of these attributes that exists, called if it is a method; None if none exists."""
+def first_attribute(thing: object, *names: str, default: Any = None) -> Any:
+    """The first of these attributes that exists, called if it is a method; else `default`."""
     for name in names:
         # hasattr alone would overlook a property that raises an AttributeError
         is_defined = inspect.getattr_static(thing, name, MISSING) is not MISSING
         if is_defined or hasattr(thing, name):
             value = getattr(thing, name)
             return value() if callable(value) else value
-    return None
+    return default
 
 
 class LiveEnvironments:
@@ -187,11 +187,14 @@ class LiveEnvironments:
         return ""
 
     def close_with_reward(self, key: int) -> dict:
-        """Close an environment. Returns its reward as fields of a reply."""
+        """Close an environment. Returns its reward, if it has one, as fields of a reply."""
+        environment = self.environments[key]
         try:
-            reward = first_attribute(self.environments[key], "reward", "get_reward")
+            reward = first_attribute(environment, "reward", "get_reward", default=MISSING)
         finally:
             self.end(key)
+        if reward is MISSING:
+            return {"text": "", "images": [], "info": {}}
         if reward is not None:
             reward = float(reward)
             if not isfinite(reward):

@@ -33,6 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import pyarrow as pa
 
 from common.data.rows import RowFiles

@@ -5,6 +5,8 @@ JUDGE_URLS=http://node7:18901/v1 python -m papers.pyvision.check_judge
 
 import asyncio
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 from common.files import user_errors
 from common.flags import call_program
 from papers.pyvision.judge import open_judge

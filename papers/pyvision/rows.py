@@ -26,6 +26,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Literal
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import pyarrow as pa
 
 from common.data.media import media_file, picture_sources

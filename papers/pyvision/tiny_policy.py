@@ -38,6 +38,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 from common.assets.build.mosaic import CELLS, SIDE, Scene, center, other_cell, scenes
 from common.assets.build.tiny_vl import Args, build
 from common.assets.build.tiny_vl_python import QUESTION

@@ -399,11 +399,15 @@ def test_the_first_ctrl_c_saves_the_step_and_the_same_command_goes_on(ranks, tmp
         if line.startswith("step   4/200"):
             process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == (1 if ranks else 130)
-    assert process.stderr.read().count("once more ends it at once") == 1
+    printed = process.stderr.read()
+    assert printed.count("once more ends it at once") == 1
     (stopped,) = [
         record for record in metrics_of(tmp_path / "run") if record.get("event") == "stopped"
     ]
     assert 4 <= stopped["step"] < 9
+    checkpoint = tmp_path / f"run/checkpoints/step_{stopped['step']:06d}"
+    line = f"stopped at step {stopped['step']}; last checkpoint: {checkpoint}\n"
+    assert printed.count(line) == 1
     assert (tmp_path / "run/checkpoints/latest").read_text() == f"step_{stopped['step']:06d}"
     assert (tmp_path / "run/curves.png").is_file()
 

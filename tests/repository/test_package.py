@@ -52,6 +52,30 @@ def test_without_torch_a_script_says_in_a_line_what_to_install(script):
     ]
 
 
+def programs() -> list[str]:
+    """What is called by python -m, and needs packages."""
+    modules = []
+    for folder in ("common", "papers"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "call_program(" in path.read_text() and path.stem != "flags":
+                module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                modules.append(module.removesuffix(".__main__"))
+    return modules
+
+
+@pytest.mark.parametrize("module", programs())
+def test_without_its_packages_a_program_says_in_a_line_what_to_install(module):
+    prepares_data = module.startswith(("common.prepare.", "papers."))
+    package = "pyarrow" if prepares_data else "torch"
+    command = [sys.executable, "-S", "-m", module]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"{sys.executable} has no {package}: ./with python -m {module} runs in an environment"
+    )
+
+
 def test_the_docs_run_the_image_of_the_dockerfile():
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     (folder,) = [line.split()[1] for line in lines if line.startswith("WORKDIR")]

@@ -682,7 +682,10 @@ def test_an_error_whose_text_begins_with_an_empty_line_is_an_error(world):
         (20, 20, 40, True),
         (20, 25, 41, False),
         (20, 40, 40, False),  # nothing is left to do
-        ("epoch", 0, 20, False),
+        ("epoch", 0, 20, True),  # 80 rows, of which a step takes four
+        ("epoch", 0, 21, False),
+        ("epoch", 30, 40, True),
+        ("epoch", 30, 41, False),
     ],
 )
 def test_a_run_without_a_checkpoint_before_its_end_says_so(
@@ -691,12 +694,23 @@ def test_a_run_without_a_checkpoint_before_its_end_says_so(
     checkpoints = checkpoints_of(tmp_path, trained(), world)
     checkpoints.save_every = save_every
     checkpoints.start = start
-    checkpoints.note_if_none_is_due(total_steps)
+    checkpoints.loader = RowOrder(80, seed=0)
+    checkpoints.loader.consumed = 4 * start
+    checkpoints.num_epochs = int(checkpoints.loader.epoch)
+    checkpoints.note_if_none_is_due(total_steps, rows_per_step=4)
     line = (
         f"no checkpoint is due before the end (--save-every {save_every}, {total_steps} steps); "
         "SIGTERM and Ctrl-C save one\n"
     )
     assert capsys.readouterr().out == (line if told else "")
+
+
+def test_a_step_that_takes_any_number_of_rows_has_no_note_on_epochs(tmp_path, world, capsys):
+    """--dynamic-sampling: it may reach the end of an epoch sooner."""
+    checkpoints = checkpoints_of(tmp_path, trained(), world)
+    checkpoints.save_every = "epoch"
+    checkpoints.note_if_none_is_due(20)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_refused_run_leaves_no_empty_folder(tmp_path, world, monkeypatch):

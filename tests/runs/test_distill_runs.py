@@ -275,6 +275,13 @@ def test_flags_that_cannot_work_are_refused(arguments, message, monkeypatch, cap
     assert message in f"{error.value}{capsys.readouterr().err}".replace("\n", " ")
 
 
+def test_an_evaluation_says_that_it_reads_no_teacher(monkeypatch, capsys):
+    line = "--eval-only evaluates the student alone: --teacher x is not read\n"
+    for arguments, printed in (("--train-data y", ""), ("--eval-data y --eval-only", line)):
+        checked_args(distill, monkeypatch, "--model", "m", "--teacher", "x", *arguments.split())
+        assert capsys.readouterr().out == printed
+
+
 def hints_of(file, column: str = "extra_info.hint", **options):
     tokenizer = AutoTokenizer.from_pretrained(FOLDERS["tiny"])
     with user_errors():

@@ -365,6 +365,7 @@ def test_what_was_not_typed_is_never_in_vain(monkeypatch):
     [
         ("--eval-only --replay x", "--replay is of training, --eval-only does none"),
         ("--model x", "--model x needs --train-data"),
+        ("--model tinny", "--model tinny needs --train-data; tiny brings rows of its own"),
         ("--model x --eval-only", "--model x needs --eval-data"),
         ("--model x --eval-only --train-data y", "--model x needs --eval-data"),
         ("--train-data y --eval-only", "--model tiny needs --eval-data"),

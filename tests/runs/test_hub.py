@@ -2,21 +2,26 @@
 machine."""
 
 import json
+import logging
 import re
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 from urllib.parse import unquote
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, errors
 
+from common.files import hub_errors
 from common.hub import FOLDERS, commit_of, load_tokenizer, resolve_model, split_hub_id
 from common.look.show import tokenizer_of
 from common.models import load_model
+from common.prepare import gsm8k
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 EARLIER = "89abcdef0123456789abcdef0123456789abcdef"  # a commit with another model, at its root
@@ -196,6 +201,66 @@ def test_an_unknown_revision_is_named(hub):
     )
     with pytest.raises(SystemExit, match="--model org/nothing@v1: no folder, none of tiny"):
         resolve_model("org/nothing@v1")
+
+
+@pytest.fixture
+def no_hub(hub, monkeypatch):
+    """A hub that is gone, which is asked again without delay. What huggingface_hub has logged."""
+    hub.shutdown()
+    hub.server_close()
+    without_sleep = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+    monkeypatch.setattr("huggingface_hub.utils._http.time", without_sleep)
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    "name, nearest", [("org/model", ""), ("tiny-techer", " (nearest: tiny-teacher)")]
+)
+def test_without_the_hub_a_model_is_refused_in_one_line(no_hub, name, nearest):
+    with pytest.raises(SystemExit) as stop:
+        resolve_model(name, "--teacher")
+    (line,) = str(stop.value).splitlines()
+    assert re.fullmatch(
+        rf"--teacher {name}: no folder, none of tiny, tiny-vl, tiny-vl-python, smollm2"
+        rf"{re.escape(nearest)}, and the hub does not give it \(HF_ENDPOINT: a mirror\): "
+        r"\[Errno 111\] Connection refused",
+        line,
+    )
+
+
+def test_without_the_hub_a_data_set_is_two_lines(no_hub, capsys):
+    """huggingface_hub logs eleven."""
+    with pytest.raises(ConnectionError) as error:
+        gsm8k.download_split("train")
+    assert no_hub == []
+    (line,) = capsys.readouterr().out.splitlines()
+    reason = "[Errno 111] Connection refused"
+    assert line == f"the hub does not answer ({reason}); trying again for half a minute"
+    assert str(error.value).startswith(
+        f"could not download openai/gsm8k: {reason}; set HF_ENDPOINT"
+    )
+
+
+def test_other_warnings_of_the_hub_are_shown(no_hub, capsys):
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    with hub_errors():
+        logger.warning("Rate limited. Waiting 7s before retry [Retry 1/5].")
+    logger.warning("Retrying in 1s [Retry 1/5].")  # no download of ours
+    assert len(no_hub) == 2 and capsys.readouterr().out == ""
+
+
+def test_what_the_hub_refuses_is_said_in_words(hub):
+    with pytest.raises(SystemExit, match=r"mirror\): the hub has none of this name;"):
+        resolve_model("org/nothing")
+    with pytest.raises(ConnectionError, match=r"^the hub wants its terms to be accepted"):
+        with hub_errors():
+            raise errors.GatedRepoError("403\n\nAccess is restricted", response=Mock())
 
 
 def test_a_folder_whose_name_has_an_at_sign_is_a_folder(tmp_path, monkeypatch):

@@ -574,7 +574,7 @@ def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, worl
         engine_memory=0.0,
     )
     checkpoints = SimpleNamespace(
-        resumes_own=False, warn_if_large=lambda: None, note_if_none_is_due=lambda steps: None
+        resumes_own=False, warn_if_large=lambda: None, note_if_none_is_due=lambda *steps: None
     )
     open_logger(job, Run(model="org/model@main/checkpoint-1"), 1, checkpoints).close()
     config = json.loads((tmp_path / "config.json").read_text())
@@ -764,10 +764,18 @@ class Left(Exception):
 
 
 @pytest.mark.parametrize(
-    "end, status",
-    [(None, 0), (SystemExit(143), 143), (KeyboardInterrupt(), 130), (ValueError("x"), 1)],
+    "end, status, line",
+    [
+        (None, 0, ""),
+        (SystemExit(143), 143, "stopped at step 3; last checkpoint: runs/x/step_000002\n"),
+        (KeyboardInterrupt(), 130, "interrupted at step 3; last checkpoint: runs/x/step_000002\n"),
+        (SystemExit("x"), 1, "x\n"),
+        (ValueError("x"), 1, None),  # a trace
+    ],
 )
-def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, monkeypatch, capsys):
+def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(
+    end, status, line, monkeypatch, capsys
+):
     def main():
         if end:
             raise end
@@ -780,6 +788,8 @@ def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, m
     at_end.callback(lambda: 1 / 0)
     monkeypatch.setattr(ending, "at_end", at_end)
     monkeypatch.setattr(ending, "_leaving", threading.Lock())
+    reached = {"step": 3, "checkpoint": "runs/x/step_000002"}
+    monkeypatch.setattr(ending, "reached", reached)
     monkeypatch.setattr(ending.os, "_exit", leave)
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
     with pytest.raises(Left) as left:
@@ -787,3 +797,5 @@ def test_what_is_to_be_done_at_the_end_is_done_however_a_run_ends(end, status, m
     assert left.value.args == (status,) and done == ["curves"], (
         "and an error in it changes no exit status"
     )
+    printed = capsys.readouterr().err
+    assert line is None or printed == line

@@ -229,6 +229,19 @@ def test_a_property_that_fails_is_not_missing():
     )
 
 
+@pytest.mark.parametrize(
+    "reward, truth, is_warned",
+    [("score", None, True), ("score", "7", False), ("get_reward", None, False)],
+)
+def test_a_game_that_nothing_scores_is_warned_of(open_turns, reward, truth, is_warned, capsys):
+    turns = open_turns(RANDOM.replace("def get_reward(", f"def {reward}("))
+    the_row = game_row(turns)
+    the_row.ground_truth = truth
+    assert turns.try_out([the_row]) == (reward == "get_reward")
+    warning = "has no reward, and the first row no ground truth"
+    assert (warning in capsys.readouterr().out) == is_warned
+
+
 def test_one_that_is_not_replayable_is_never_led_through_its_transcript(open_turns, tmp_path):
     turns = open_turns(RANDOM.replace("class Game:", "class Game:\n        replayable = False"))
     log = tmp_path / "log"

@@ -543,6 +543,30 @@ def own_call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def test_the_first_failure_of_a_tool_is_printed(tool_file, tmp_path, capsys):
+    """A mistake in it would show in tool/error_rate alone; what a policy does wrong does not."""
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "def divide(a: int) -> str:\n    if a < 0:\n        raise ValueError('a is negative')\n"
+        "    return str(1 / a)\n"
+    )
+    pool = ToolWorkers(f"{file}:divide,{tool_file}:crash", 2, 20.0)
+    tokenizer = build_tokenizer()
+    script = [own_call("divide", a=-1), own_call("divide"), own_call("divide", a=0)]
+    script += [own_call("divide", a=0), own_call("crash"), "no"]
+    try:
+        turns = Turns(tokenizer, pool, flags=Rollout(max_turns=6, max_tool_errors=6))
+        run([script], turns, row(tokenizer, tools=("divide", "crash")))
+    finally:
+        pool.close()
+    of_divide, of_crash = capsys.readouterr().out.splitlines()
+    assert of_divide == (
+        "the tool divide fails, the first time with ZeroDivisionError: division by zero (line 4 of "
+        "wrong.py): the policy reads that, and tool/error_rate counts it"
+    )
+    assert of_crash.startswith("the tool crash fails, the first time with ")
+
+
 def test_a_call_that_hangs_crashes_or_eats_memory_is_told_to_the_policy(own_tools):
     """And scored: who writes endless loops would escape its zero otherwise."""
     tokenizer = build_tokenizer()

@@ -20,6 +20,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -25,6 +25,8 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 import pyarrow as pa
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -29,6 +29,8 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
+import common.packages  # noqa: F401, one line if a package is missing
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.assets.build.mosaic import LIMITS, Scene, center, other_cell, scenes, write_rows
