@@ -683,11 +683,11 @@ def main(args: Args, demo: bool = False) -> None:
     training = not args.rollout.eval_only
     # a user's mistakes end the run before weights are read
     job = Job(
-        Path(__file__).stem,
-        args.data,
-        args.machine,
-        args.run,
-        demo,
+        script=Path(__file__).stem,
+        data=args.data,
+        machine=args.machine,
+        run=args.run,
+        demo=demo,
         training=training,
         max_model_len=args.rollout.max_model_len,
     )
