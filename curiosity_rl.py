@@ -409,7 +409,7 @@ def check_args(args: Args) -> None:
             f"{args.rollout.prompts_per_step}: a minibatch needs a prompt (groups stay together)"
         )
     off_policy = args.minibatches * args.epochs_per_step > 1
-    several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    more_steps = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     has_bonus = args.curiosity != "none" and has_tools(args.rollout)
     needs_of_bonus = "--tools or a class as --environment, and --curiosity paper or repo"
     uses = {  # flag: (whether it has an effect, what it needs for one)
@@ -417,8 +417,8 @@ def check_args(args: Args) -> None:
         "curiosity_target": (has_bonus, needs_of_bonus),
         "call_penalty": (has_bonus, needs_of_bonus),
         "free_calls": (has_bonus, needs_of_bonus),
-        "clip_low": (off_policy, several),
-        "clip_high": (off_policy, several),
+        "clip_low": (off_policy, more_steps),
+        "clip_high": (off_policy, more_steps),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)

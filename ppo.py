@@ -573,12 +573,12 @@ def check_args(args: Args) -> None:
         raise SystemExit("--overlong-buffer must be below --max-response-tokens")
     check_critic_warmup(args, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1
-    several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    more_steps = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     training = not args.rollout.eval_only
     uses = {  # flag: (whether it has an effect, what it needs for one)
-        "clip_low": (off_policy, several),
-        "clip_high": (off_policy, several),
-        "dual_clip": (off_policy, several),
+        "clip_low": (off_policy, more_steps),
+        "clip_high": (off_policy, more_steps),
+        "dual_clip": (off_policy, more_steps),
         "value_clip": (off_policy, "several --minibatches or --epochs-per-step"),
         "correction_range": (args.correction != "none", "a --correction"),
         "kl_estimator": (args.kl_loss_coef > 0, "a --kl-loss-coef"),
