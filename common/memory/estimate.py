@@ -105,7 +105,7 @@ class Setup:
     """How a rank runs: what its memory depends on beside the shapes of models."""
 
     rollout: Rollout
-    machine: Machine
+    machine: Machine  # its attention is not "auto"
     ranks: int
     dtype: torch.dtype
     on_gpu: bool
