@@ -409,16 +409,16 @@ def check_args(args: Args) -> None:
             f"{args.rollout.prompts_per_step}: a minibatch needs a prompt (groups stay together)"
         )
     off_policy = args.minibatches * args.epochs_per_step > 1
-    several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    more_steps = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     has_bonus = args.curiosity != "none" and has_tools(args.rollout)
-    bonus = (has_bonus, "--tools or a class as --environment, and --curiosity paper or repo")
+    needs_of_bonus = "--tools or a class as --environment, and --curiosity paper or repo"
     uses = {  # flag: (whether it has an effect, what it needs for one)
-        "curiosity_alpha": bonus,
-        "curiosity_target": bonus,
-        "call_penalty": bonus,
-        "free_calls": bonus,
-        "clip_low": (off_policy, several),
-        "clip_high": (off_policy, several),
+        "curiosity_alpha": (has_bonus, needs_of_bonus),
+        "curiosity_target": (has_bonus, needs_of_bonus),
+        "call_penalty": (has_bonus, needs_of_bonus),
+        "free_calls": (has_bonus, needs_of_bonus),
+        "clip_low": (off_policy, more_steps),
+        "clip_high": (off_policy, more_steps),
         "lr_floor": (args.lr_schedule != "constant", "--lr-schedule linear or cosine"),
     }
     refuse_idle(args, uses)
@@ -431,11 +431,11 @@ def main(args: Args, demo: bool = False) -> None:
     training = not args.rollout.eval_only
     # a user's mistakes end the run before weights are read
     job = Job(
-        Path(__file__).stem,
-        args.data,
-        args.machine,
-        args.run,
-        demo,
+        script=Path(__file__).stem,
+        data=args.data,
+        machine=args.machine,
+        run=args.run,
+        demo=demo,
         training=training,
         max_model_len=args.rollout.max_model_len,
     )
@@ -520,6 +520,7 @@ def main(args: Args, demo: bool = False) -> None:
     for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
+        # sampled: all episodes of this step; episodes: those of them to train on
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
         else:
@@ -599,7 +600,6 @@ def main(args: Args, demo: bool = False) -> None:
             "optim/loss_scale": optimizer.scale,
             "data/epoch": loader.epoch,
         }
-
         unscored.count(step + 1, metrics)
 
         # 6. eval, checkpoint

@@ -466,13 +466,14 @@ def main(args: Args, demo: bool = False) -> None:
     training = not args.rollout.eval_only
     # a user's mistakes end the run before weights are read
     job = Job(
-        Path(__file__).stem,
-        args.data,
-        args.machine,
-        args.run,
-        demo,
+        script=Path(__file__).stem,
+        data=args.data,
+        machine=args.machine,
+        run=args.run,
+        demo=demo,
         training=training,
         max_model_len=args.rollout.max_model_len,
+        # --model as its own teacher does not count: with LoRA that is the policy's base
         has_teacher=args.teacher not in (None, args.run.model),
     )
     world, device = job.world, job.world.device
@@ -586,6 +587,7 @@ def main(args: Args, demo: bool = False) -> None:
     for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
+        # collected: all episodes of this step; episodes: those of them to train on
         if args.rollout.replay:
             collected, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
             check_replayed_prompts(episodes, args.rollout.replay, args.teacher_prompt_column)

@@ -659,12 +659,12 @@ def check_args(args: Args) -> None:
             "--mask-truncated, or --kl-loss-coef"
         )
     off_policy = args.minibatches * args.epochs_per_step > 1
-    several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    more_steps = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     uses = {  # flag: (whether it has an effect, what it needs for one)
-        "objective": (off_policy, several),
-        "clip_low": (off_policy, several),
-        "clip_high": (off_policy, several),
-        "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {several}"),
+        "objective": (off_policy, more_steps),
+        "clip_low": (off_policy, more_steps),
+        "clip_high": (off_policy, more_steps),
+        "dual_clip": (off_policy and args.objective == "ppo", f"--objective ppo, and {more_steps}"),
         "correction_range": (args.correction != "none", "a --correction"),
         "kl_estimator": (args.kl_loss_coef > 0, "a --kl-loss-coef"),
         "tool_bonus": (has_tools(args.rollout), "--tools, or a class as --environment"),
@@ -683,11 +683,11 @@ def main(args: Args, demo: bool = False) -> None:
     training = not args.rollout.eval_only
     # a user's mistakes end the run before weights are read
     job = Job(
-        Path(__file__).stem,
-        args.data,
-        args.machine,
-        args.run,
-        demo,
+        script=Path(__file__).stem,
+        data=args.data,
+        machine=args.machine,
+        run=args.run,
+        demo=demo,
         training=training,
         max_model_len=args.rollout.max_model_len,
     )

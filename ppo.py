@@ -265,7 +265,8 @@ def value_loss(
     error = (values - returns).square()
     if not clip:
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
-    # within the range V itself, so that its clip does not count as active there
+    # V itself within the range: old + (V - old).clamp(...) would round, and a clip that does
+    # nothing would count as active
     clipped_values = values.clamp(old_values - clip, old_values + clip)
     clipped_error = (clipped_values - returns).square()
     return 0.5 * torch.maximum(error, clipped_error), clipped_error > error
@@ -536,7 +537,7 @@ def returns_and_advantages(
 ) -> tuple[Tensor, Tensor]:
     """The critic's targets [T] and the policy's whitened advantages [T]. All ranks call it.
 
-    With lambda 1 the values cancel out of values + advantages: these are the discounted returns.
+    With lambda 1 the values cancel out of values + advantages, and discounted returns are left.
     """
     returns = values + gae(rewards, values, index, args.gamma, 1.0)
     advantages = gae(rewards, values, index, args.gamma, args.gae_lambda)
@@ -572,12 +573,12 @@ def check_args(args: Args) -> None:
         raise SystemExit("--overlong-buffer must be below --max-response-tokens")
     check_critic_warmup(args, args.run.total_steps)
     off_policy = args.minibatches * args.epochs_per_step > 1
-    several = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
+    more_steps = "several --minibatches or --epochs-per-step: on-policy the ratio is 1"
     training = not args.rollout.eval_only
     uses = {  # flag: (whether it has an effect, what it needs for one)
-        "clip_low": (off_policy, several),
-        "clip_high": (off_policy, several),
-        "dual_clip": (off_policy, several),
+        "clip_low": (off_policy, more_steps),
+        "clip_high": (off_policy, more_steps),
+        "dual_clip": (off_policy, more_steps),
         "value_clip": (off_policy, "several --minibatches or --epochs-per-step"),
         "correction_range": (args.correction != "none", "a --correction"),
         "kl_estimator": (args.kl_loss_coef > 0, "a --kl-loss-coef"),
@@ -643,11 +644,11 @@ def main(args: Args, demo: bool = False) -> None:
     training = not args.rollout.eval_only
     # a user's mistakes end the run before weights are read
     job = Job(
-        Path(__file__).stem,
-        args.data,
-        args.machine,
-        args.run,
-        demo,
+        script=Path(__file__).stem,
+        data=args.data,
+        machine=args.machine,
+        run=args.run,
+        demo=demo,
         training=training,
         max_model_len=args.rollout.max_model_len,
     )
@@ -750,6 +751,7 @@ def main(args: Args, demo: bool = False) -> None:
     for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
+        # sampled: all episodes of this step; episodes: those of them to train on
         if args.rollout.replay:
             sampled, episodes = load_rollouts(
                 args.rollout.replay, step + 1, world, job.limits, args.reward_model
@@ -783,10 +785,11 @@ def main(args: Args, demo: bool = False) -> None:
         minibatches = packer.minibatches(episodes, index, split)
         warming_up = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
-            # The first update computes the old log-probs of its own minibatch. The KL in the
-            # reward needs those of all minibatches before it, and a warm-up has no such update.
-            needs_all = args.kl_reward_coef > 0 or warming_up
-            without_logprobs = minibatches if needs_all else minibatches[1:]
+            # The forward of the first update gives the old log-probs of its own minibatch: too
+            # late for a KL in the reward, and a warm-up has no update of the policy.
+            without_logprobs = minibatches[1:]
+            if args.kl_reward_coef or warming_up:
+                without_logprobs = minibatches
             packer.fill(tokens.old_logprobs, policy, without_logprobs, args.rollout.temperature)
             if reference:
                 reference.to(device)
@@ -794,16 +797,15 @@ def main(args: Args, demo: bool = False) -> None:
                 if "reference" in args.machine.offload:
                     reference.to("cpu")
             packer.fill(tokens.values, critic, minibatches)
-        scores = shaped_scores(  # [E]
-            episodes, args.rollout.max_response_tokens, args.overlong_buffer
-        )
+        max_response_tokens = args.rollout.max_response_tokens
+        scores = shaped_scores(episodes, max_response_tokens, args.overlong_buffer)  # [E]
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])
         rewards = token_rewards(scores, index, episodes)  # [T]
         if args.kl_reward_coef:
-            kl = kl_estimate(  # [T]
+            kl = kl_estimate(
                 tokens.old_logprobs, tokens.ref_logprobs, tokens.old_logprobs, estimator="k1"
             ).cpu()
-            rewards = rewards - args.kl_reward_coef * kl
+            rewards = rewards - args.kl_reward_coef * kl  # [T]
         values = tokens.values.cpu()
         returns, advantages = returns_and_advantages(rewards, values, index, args)  # [T], [T]
         tokens.returns = returns.to(device)

@@ -125,10 +125,11 @@ def backward(
     return means
 
 
-def one_minibatch(packer: Packer, episodes: list[Episode]) -> list[Minibatch]:
-    """All episodes as one minibatch; [] if no token is trained on."""
+def one_minibatch(packer: Packer, episodes: list[Episode]) -> Minibatch | None:
+    """All episodes as one minibatch; None if no token is trained on, on any rank."""
     all_episodes = list(range(len(episodes)))
-    return packer.minibatches(episodes, TokenIndex(episodes), [all_episodes])
+    minibatches = packer.minibatches(episodes, TokenIndex(episodes), [all_episodes])
+    return minibatches[0] if minibatches else None
 
 
 @torch.no_grad()
@@ -141,13 +142,14 @@ def evaluate(
     # in parts, so that the pictures of only one batch are in memory
     for start in Progress("evaluation", range(0, len(rows), args.batch_size)):
         episodes = episodes_of(data, rows[start : start + args.batch_size], packer.world)
-        minibatches = one_minibatch(packer, episodes)
-        for minibatch in minibatches:
-            for batch in minibatch.micro_batches:
-                with forward_context(policy):
-                    logprobs, _, greedy = policy(batch.to(packer.world.device), with_greedy=True)
-                means.add("eval/loss", -logprobs.sum(), count=len(logprobs))
-                means.add("eval/token_accuracy", greedy.sum(), count=len(greedy))
+        minibatch = one_minibatch(packer, episodes)
+        if minibatch is None:
+            continue
+        for batch in minibatch.micro_batches:
+            with forward_context(policy):
+                logprobs, _, greedy = policy(batch.to(packer.world.device), with_greedy=True)
+            means.add("eval/loss", -logprobs.sum(), count=len(logprobs))
+            means.add("eval/token_accuracy", greedy.sum(), count=len(greedy))
     metrics = means.reduce()
     if not metrics:
         raise SystemExit("--eval-data: not one row has a token to learn")
@@ -237,11 +239,12 @@ def check_args(args: Args) -> None:
     if args.run.model != "tiny" and not args.data.train_data:
         raise SystemExit(f"--model {args.run.model} needs --train-data")
     check_pixels(args.data)
-    evaluates = bool(args.data.eval_data) or not args.data.train_data
+    # without --train-data it is the embedded demo, which has rows for evaluation
+    has_eval_data = bool(args.data.eval_data) or not args.data.train_data
     uses = {  # flag: (whether it has an effect, what it needs for one)
-        "eval_every": (evaluates, "--eval-data"),
-        "eval_before": (evaluates, "--eval-data"),
-        "eval_rows": (evaluates, "--eval-data"),
+        "eval_every": (has_eval_data, "--eval-data"),
+        "eval_before": (has_eval_data, "--eval-data"),
+        "eval_rows": (has_eval_data, "--eval-data"),
         "total_epochs": (args.run.total_steps is None, "--total-steps None"),
     }
     refuse_idle(args.run, uses)
@@ -255,7 +258,13 @@ def check_args(args: Args) -> None:
 
 def main(args: Args, demo: bool = False) -> None:
     check_args(args)
-    job = Job(Path(__file__).stem, args.data, args.machine, args.run, demo)
+    job = Job(
+        script=Path(__file__).stem,
+        data=args.data,
+        machine=args.machine,
+        run=args.run,
+        demo=demo,
+    )
     world, output_dir = job.world, job.output_dir
     from_scratch = demo and args.machine.lora_rank == 0  # LoRA adapts trained weights
     if not from_scratch:
@@ -287,17 +296,18 @@ def main(args: Args, demo: bool = False) -> None:
     )
     start = checkpoints.resume(job.checkpoint)
     logger = open_logger(job, args, total_steps, checkpoints)
-    # do the largest micro-batches fit?
-    # at worst pictures stand before the last token, or, in text, one token before those trained on
-    num_untrained = max_tokens - 1 if job.vision else 1
-    conversations = Rollout(
+    # Do the largest micro-batches fit? The rehearsal takes a conversation for a prompt, which is
+    # not trained on, and a response. Text needs the most memory if all of it but one token is
+    # trained on; of pictures, which stand in prompts, as many as fit before the last token.
+    max_prompt_tokens = max_tokens - 1 if job.vision else 1
+    largest_batch = Rollout(
         prompts_per_step=args.batch_size,
         samples_per_prompt=1,
-        max_prompt_tokens=num_untrained,
-        max_response_tokens=max_tokens - num_untrained,
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=max_tokens - max_prompt_tokens,
         max_images=max_tokens,
     )
-    rehearsal = Rehearsal(job, packer, conversations, [optimizer])
+    rehearsal = Rehearsal(job, packer, largest_batch, [optimizer])
     while rehearsal.is_due:
         with rehearsal.attempt() as minibatch:
             backward(policy, minibatch, world)
@@ -319,15 +329,14 @@ def main(args: Args, demo: bool = False) -> None:
         # 1. data; 2. rollout and 3. rewards are those of the other scripts
         with watch("data"):
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
-            minibatches = one_minibatch(packer, episodes)
+            minibatch = one_minibatch(packer, episodes)
             # a row may have several samples
             num_rank_rows = sum(episode.sample_index == 0 for episode in episodes)
             (num_rows,) = all_reduce([num_rank_rows])
-        if not minibatches:
+        if minibatch is None:
             raise SystemExit(
                 "--train-data: not one row of this step has a token to learn, see the warnings"
             )
-        (minibatch,) = minibatches
 
         # 4. update
         lr = args.learning_rate * lr_factor(
@@ -348,24 +357,27 @@ def main(args: Args, demo: bool = False) -> None:
         }
 
         # 6. eval, checkpoint
-        last = step + 1 == total_steps
-        if eval_data and (last or due(step + 1, args.run.eval_every)):
+        is_last = step + 1 == total_steps
+        if eval_data and (is_last or due(step + 1, args.run.eval_every)):
             with watch("eval"):
                 metrics |= evaluate(policy, eval_data, eval_rows, args, packer)
         metrics |= watch.metrics(world.device)
-        exit_code = requested_exit_code()  # after the evaluation: a signal may have come during it
+        # read after the evaluation: a signal may have come during it
+        exit_code = requested_exit_code()
+        # The log is written before the checkpoint, so no checkpoint is ahead of the log.
         logger.log(step + 1, metrics)
-        # --save-weights-only keeps no best
-        loss = None if args.save_weights_only else metrics.get("eval/loss")
-        is_due = exit_code > 0 or checkpoints.due(step + 1, loss)
-        if not args.save_weights_only:
-            if is_due or last:
+        if args.save_weights_only:
+            # no best is kept, and the last weights go to model/
+            must_save = exit_code > 0 or checkpoints.due(step + 1, None)
+            if must_save and not is_last:
+                save_weights(policy, job, step + 1, saved_weights)
+        else:
+            loss = metrics.get("eval/loss")
+            if is_last or exit_code > 0 or checkpoints.due(step + 1, loss):
                 checkpoints.save(step + 1, loss)
-        elif is_due and not last:  # the last weights go to model/
-            save_weights(policy, job, step + 1, saved_weights)
-        if exit_code and not last:
+        if exit_code and not is_last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # as if the signal had ended the process
+            raise SystemExit(exit_code)  # the status of a process that the signal has ended
 
     folder = output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

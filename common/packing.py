@@ -345,7 +345,8 @@ def _cost(bins: list[list[_Group]]) -> int:
 def _fill_bins(
     episodes: Sequence[Episode], groups: list[_Group], budget: int, may_cut: bool
 ) -> list[list[_Group]]:
-    """Fill one bin after the other. may_cut: cut groups that fit into a bin, too."""
+    """Fill one bin after the other. Groups larger than a bin are cut; with `may_cut` others are,
+    too."""
     bins: list[list[_Group]] = []
     while groups:
         bin_, groups = _next_bin(episodes, groups, budget, may_cut)
@@ -370,7 +371,7 @@ def _next_bin(
     candidates = [g for g in left[:NUM_CANDIDATES] if may_cut or g.num_tokens > budget]
     cut = _largest_cut(episodes, candidates, room)
     if cut is None and not bin_:
-        # an episode is longer than the budget
+        # each episode of the largest group is longer than the budget
         cut = left[0], _Group(episodes, left[0].episode_indices[:1])
     if cut is not None:
         group, part = cut

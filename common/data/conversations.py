@@ -214,7 +214,7 @@ class Conversations:
             try:
                 conversation, has_control_tokens = self._read(record)
                 picture_tokens = self._picture_tokens(i, conversation)
-                lengths = self._check_rendering(conversation, picture_tokens)
+                split_lengths = self._check_rendering(conversation, picture_tokens)
             except BadRow as error:
                 report.bad_rows[i] = str(error)
                 continue
@@ -223,10 +223,10 @@ class Conversations:
             num_characters = sum(len(text) for text in texts)
             # a token has about four characters
             report.costs[i] = sum(picture_tokens) + num_characters / 4
-            if len(lengths) > 1:
-                split.add(lengths)
+            if len(split_lengths) > 1:
+                split.add(split_lengths)
                 # each sample repeats the turns before it
-                report.costs[i] *= sum(lengths) / lengths[-1]
+                report.costs[i] *= sum(split_lengths) / split_lengths[-1]
             if conversation.last_two_turns:
                 note = (
                     "are Pixel Reasoner's: only their last two turns are trained on, unless "
@@ -288,8 +288,8 @@ class Conversations:
     def _check_rendering(self, conversation: Conversation, picture_tokens: list[int]) -> list[int]:
         """BadRow if the template loses a message, or the cut leaves nothing to learn.
 
-        Returns the lengths of its samples in tokens, after the cut, if it is trained turn by turn;
-        else [].
+        Returns the lengths of the samples of a row that is trained turn by turn, in tokens, after
+        the cut; [] for other rows.
         """
         messages = up_to_last_turn(conversation.messages)
         try:
@@ -425,8 +425,8 @@ def has_own_calls(tokenizer) -> bool:
 
 
 def up_to_last_turn(messages: list[dict]) -> list[dict]:
-    """The messages that are trained on: without those behind the assistant's last turn, before
-    which a template may drop thoughts."""
+    """The messages up to the assistant's last turn. What follows is not trained on, and may make a
+    template drop the thoughts of that turn."""
     end = len(messages)
     while messages[end - 1]["role"] != "assistant":
         end -= 1

@@ -105,10 +105,11 @@ class PromptData:
         self.tools = tools or {}
         self.prompt_column = prompt_column
         self.max_prompt_tokens = rollout.max_prompt_tokens
-        self.length_flags = "--max-prompt-tokens"
+        self.length_limit = f"--max-prompt-tokens {self.max_prompt_tokens}"
         if prompt_column != "prompt":  # a prompt of its own may hold a solution, too
             self.max_prompt_tokens = rollout.max_model_len
-            self.length_flags = "--max-prompt-tokens plus --max-response-tokens:"
+            flags = "--max-prompt-tokens plus --max-response-tokens"
+            self.length_limit = f"{flags}: {self.max_prompt_tokens}"
         self.max_images = rollout.max_images
         self.media_root = data.media_root
         self.has_environment_class = has_environment_class
@@ -213,14 +214,13 @@ class PromptData:
         row.prompt_ids = self.vision.expand(ids, row.media) if self.vision else ids
         num_tokens = len(row.prompt_ids)
         if num_tokens > self.max_prompt_tokens:  # the scan's count was lower
-            raise BadRow(f"{num_tokens} tokens, above {self.length_flags} {self.max_prompt_tokens}")
+            raise BadRow(f"{num_tokens} tokens, above {self.length_limit}")
 
     # --- the scan ---
 
     def _refuse(self, report: ScanReport, drop: bool) -> None:
         self.files.refuse(report.bad_rows, "unusable rows", drop)
-        too_long = f"prompts longer than {self.length_flags} {self.max_prompt_tokens}"
-        self.files.refuse(report.too_long, too_long, drop)
+        self.files.refuse(report.too_long, f"prompts longer than {self.length_limit}", drop)
 
     def _print_notes(self, report: ScanReport) -> None:
         flag = self.files.flag
@@ -242,7 +242,9 @@ class PromptData:
         gc.freeze()
         progress = self.files.progress()
         fingerprint = Fingerprint()
-        columns = None  # all columns count without a truth: --eval-only writes them
+        # The fingerprint is of all columns where no truth is needed: --eval-only writes them all,
+        # and `reset` of an environment gets them.
+        columns = None
         if self.needs_truth:
             columns = (*self._columns, *FOREIGN_COLUMNS)
         rows = enumerate(map(self._with_prompt, self.files.records(columns)))

@@ -225,7 +225,8 @@ def engine_options(config: EngineConfig, on_gpu: bool, model: nn.Module) -> dict
         options["enable_chunked_prefill"] = False
         options["max_num_seqs"] = 256
         options["max_num_batched_tokens"] = max_batched_tokens
-        if has_states(model):  # vLLM caches states where it cuts prompts in chunks
+        if has_states(model):
+            # vLLM caches the states at the ends of a prompt's chunks: without chunks there are none
             options["enable_prefix_caching"] = False
     if is_composite(model.config) and not config.vision:
         options["language_model_only"] = True
@@ -275,8 +276,8 @@ class VllmEngine(Engine):
                 seed=0,
                 **options,
             )
-        # It would use vLLM's shared memory, too (see `share_the_machine`). Each rank has a
-        # scheduler of its own, so nothing needs broadcasting.
+        # The broadcaster would use vLLM's shared memory, too (see `share_the_machine`). Each rank
+        # has a scheduler of its own, so nothing needs broadcasting.
         get_tp_group().mq_broadcaster = None
         _alive.append(self.llm)
         if on_gpu:

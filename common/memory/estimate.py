@@ -37,7 +37,7 @@ def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: to
     In bf16, with as many heads of keys as of queries, 24 hidden + 8 mlp; compiled 16 hidden +
     6 mlp.
     """
-    item = dtype.itemsize
+    itemsize = dtype.itemsize
     keys = shape.keys
     outputs = shape.queries
     if machine.attention == "sdpa":
@@ -46,21 +46,21 @@ def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: to
         keys = shape.queries * longest(rollout) / rollout.max_response_tokens
         outputs = 2 * shape.queries
     # queries, keys and values, outputs; a float32 log-sum-exp for each head
-    attention = item * (shape.queries + 2 * keys + outputs) + 4 * shape.heads
-    experts = item * 2 * shape.experts * shape.hidden  # inputs and outputs of each of them
+    attention = itemsize * (shape.queries + 2 * keys + outputs) + 4 * shape.heads
+    experts = itemsize * 2 * shape.experts * shape.hidden  # inputs and outputs of each of them
     if machine.compile:  # norms and silu(gate) x up are computed again
-        return attention + experts + item * (2 * shape.norms + shape.head_norms + 3 * shape.mlp)
-    norms = (4 + 2 * item) * shape.norms + (4 + item) * shape.head_norms  # float32 inside
-    return attention + experts + norms + item * 4 * shape.mlp
+        return attention + experts + itemsize * (2 * shape.norms + shape.head_norms + 3 * shape.mlp)
+    norms = (4 + 2 * itemsize) * shape.norms + (4 + itemsize) * shape.head_norms  # float32 inside
+    return attention + experts + norms + itemsize * 4 * shape.mlp
 
 
 def tower_layer_bytes(tower: TowerShape, dtype: torch.dtype) -> float:
     """The same for a token of a picture in one layer of a vision tower, whose rotary embedding is
     float32."""
-    item = dtype.itemsize
-    norms = 2 * (4 + 2 * item) * tower.hidden
-    attention = 7.5 * item * tower.hidden
-    mlp = 4 * item * tower.mlp
+    itemsize = dtype.itemsize
+    norms = 2 * (4 + 2 * itemsize) * tower.hidden
+    attention = 7.5 * itemsize * tower.hidden
+    mlp = 4 * itemsize * tower.mlp
     return PATCHES * (norms + attention + mlp)
 
 
@@ -69,14 +69,14 @@ def activation_bytes(
 ) -> float:
     """Bytes of a token that are kept until the backward. With a vision tower all tokens count as
     those of pictures."""
-    item = dtype.itemsize
-    last_norm = (4 + item) * shape.hidden
+    itemsize = dtype.itemsize
+    last_norm = (4 + itemsize) * shape.hidden
     tower = shape.tower
-    layer_input = item * shape.hidden
+    layer_input = itemsize * shape.hidden
     if machine.gradient_checkpointing:
         kept = shape.layers * layer_input
         if tower:
-            kept += PATCHES * item * tower.layers * tower.hidden
+            kept += PATCHES * itemsize * tower.layers * tower.hidden
     else:
         layer = layer_bytes(shape, rollout, machine, dtype)
         if machine.compile:
@@ -100,97 +100,224 @@ def recomputed_bytes(
     return layer
 
 
-def engine_workspace(
-    shape: ModelShape, rollout: Rollout, dtype: torch.dtype, on_gpu: bool
-) -> float:
-    """Bytes of an engine beside weights and cache: the forward of a batch of prompts or float32
-    logits, whichever is larger, and CUDA graphs."""
-    if not rollout.uses_vllm:  # a batch of common/engine/hf.py
-        cache_of_sequence = 2 * shape.layers * shape.keys * dtype.itemsize * longest(rollout)
-        fitting = int(cache_gib(rollout, on_gpu) * 2**30 / cache_of_sequence)
-        sequences = max(1, min(256, fitting))
-        tokens = sequences * rollout.max_prompt_tokens
-    elif on_gpu:  # vLLM's limits of a batch on an H100; on smaller cards they are lower
-        sequences = 1024
-        tokens = 16_384
-    else:  # those that common/engine/vllm.py sets on a CPU
-        sequences = 256
-        tokens = max(longest(rollout), 8192)
-    forward = dtype.itemsize * tokens * (3 * shape.mlp / rollout.engine_parallel + 6 * shape.hidden)
-    logits = 3 * 4 * sequences * shape.vocabulary
-    graphs = VLLM_GRAPHS * 1e9 if on_gpu and rollout.uses_vllm else 0
-    return max(forward, logits) + graphs
+@dataclass(frozen=True)
+class Setup:
+    """How a rank runs: what its memory depends on beside the shapes of models."""
+
+    rollout: Rollout
+    machine: Machine  # its attention is not "auto"
+    ranks: int
+    dtype: torch.dtype
+    on_gpu: bool
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share a copy of a model."""
+        if self.machine.strategy == "ddp":
+            return 1
+        return self.machine.shard_size or self.ranks
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of the largest micro-batch."""
+        tokens = self.machine.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS
+        return max(tokens, longest(self.rollout))
 
 
 @dataclass(frozen=True)
 class EngineBytes:
     """Bytes of a rollout engine; all are 0 with --replay."""
 
-    weights: float
-    cache: float
-    workspace: float
-    after_rollout: float  # what stays in memory in the other phases
+    weights: float = 0.0
+    cache: float = 0.0
+    workspace: float = 0.0
+    after_rollout: float = 0.0  # what stays in memory in the other phases
 
 
-def engine_bytes(
-    policy: ModelShape, rollout: Rollout, dtype: torch.dtype, on_gpu: bool
-) -> EngineBytes:
+def engine_bytes(policy: ModelShape, setup: Setup) -> EngineBytes:
+    rollout = setup.rollout
     if rollout.replay:
-        return EngineBytes(weights=0.0, cache=0.0, workspace=0.0, after_rollout=0.0)
-    weights = dtype.itemsize * policy.parameters / rollout.engine_parallel
+        return EngineBytes()
+    weights = setup.dtype.itemsize * policy.parameters / rollout.engine_parallel
     # in full: on a CPU vLLM fills it with zeros at the start
-    cache = cache_gib(rollout, on_gpu) * 2**30
-    vllm_on_gpu = on_gpu and rollout.uses_vllm
-    if on_gpu and rollout.sleep_level > 0:
+    cache = cache_gib(rollout, setup.on_gpu) * 2**30
+    vllm_on_gpu = setup.on_gpu and rollout.uses_vllm
+    if setup.on_gpu and rollout.sleep_level > 0:
         after_rollout = 1e9 * VLLM_ASLEEP if vllm_on_gpu else 0.0
     elif rollout.uses_vllm:
         after_rollout = weights + cache + (1e9 * VLLM_GRAPHS if vllm_on_gpu else 0.0)
     else:
         after_rollout = weights  # the cache ends with the rollout
-    workspace = engine_workspace(policy, rollout, dtype, on_gpu)
-    return EngineBytes(weights, cache, workspace, after_rollout)
+    return EngineBytes(weights, cache, engine_workspace(policy, setup), after_rollout)
+
+
+def engine_workspace(policy: ModelShape, setup: Setup) -> float:
+    """Bytes of an engine beside weights and cache: the forward of a batch of prompts or float32
+    logits, whichever is larger, and CUDA graphs."""
+    rollout = setup.rollout
+    itemsize = setup.dtype.itemsize
+    if not rollout.uses_vllm:  # a batch of common/engine/hf.py
+        cache_of_sequence = 2 * policy.layers * policy.keys * itemsize * longest(rollout)
+        fitting = int(cache_gib(rollout, setup.on_gpu) * 2**30 / cache_of_sequence)
+        sequences = max(1, min(256, fitting))
+        tokens = sequences * rollout.max_prompt_tokens
+    elif setup.on_gpu:  # vLLM's limits of a batch on an H100; on smaller cards they are lower
+        sequences = 1024
+        tokens = 16_384
+    else:  # those that common/engine/vllm.py sets on a CPU
+        sequences = 256
+        tokens = max(longest(rollout), 8192)
+    forward = itemsize * tokens * (3 * policy.mlp / rollout.engine_parallel + 6 * policy.hidden)
+    logits = 3 * 4 * sequences * policy.vocabulary
+    graphs = VLLM_GRAPHS * 1e9 if setup.on_gpu and rollout.uses_vllm else 0
+    return max(forward, logits) + graphs
 
 
 @dataclass(frozen=True)
 class TrainerBytes:
     """Bytes of a rank's models and optimizers outside of an update."""
 
-    weights: float  # of all models, the reference among them
-    reference: float
+    weights: float  # of all models, reference and teacher among them
+    reference: float  # of the reference or the teacher
     base: float  # of the weights, what is on the host while the engine is awake
-    adam: float
-    learned: list[float]  # number of parameters in this rank's optimizer, for each trained model
+    nccl: float
+    adam: float  # on the host with --offload optimizer
+    # of each trained model, the parameters in this rank's optimizer: a number, not bytes
+    trainable: list[float]
+    total: float  # on the device: weights, NCCL's buffers, Adam's state
 
 
 def trainer_bytes(
-    models: list[ModelShape],
-    frozen: list[ModelShape],
-    rollout: Rollout,
-    machine: Machine,
-    shards: int,
-    dtype: torch.dtype,
+    models: list[ModelShape], frozen: list[ModelShape], teacher: ModelShape | None, setup: Setup
 ) -> TrainerBytes:
-    """models, frozen: the trained models, and the references. shards: ranks that share a copy."""
-    item = dtype.itemsize
-    lora = machine.lora_rank > 0
-    if lora:
+    """models, frozen: the trained models, and the references."""
+    itemsize = setup.dtype.itemsize
+    shards = setup.shards
+    offload = setup.machine.offload
+    has_lora = setup.machine.lora_rank > 0
+    if has_lora:
         # adapters are float32, and whole on each rank
-        learned = [shape.adapters for shape in models]
-        weights = sum(item * shape.parameters for shape in models) / shards
-        weights += sum(4 * count for count in learned)
+        trainable = [shape.adapters for shape in models]
+        weights = sum(itemsize * shape.parameters for shape in models) / shards
+        weights += sum(4 * number for number in trainable)
     else:
-        learned = [(shape.parameters - shape.frozen) / shards for shape in models]
+        trainable = [(shape.parameters - shape.frozen) / shards for shape in models]
         weights = sum(4 * shape.parameters for shape in models) / shards
     base = 0.0
-    if lora and "base" in machine.offload:
-        base = sum(item * shape.parameters for shape in models) / shards
+    if has_lora and "base" in offload:
+        base = sum(itemsize * shape.parameters for shape in models) / shards
     reference = 0.0
     # with LoRA the policy's base is the reference
-    if frozen and not lora and "reference" not in machine.offload:
-        reference = sum(item * shape.parameters for shape in frozen) / shards
+    if frozen and not has_lora and "reference" not in offload:
+        reference = sum(itemsize * shape.parameters for shape in frozen) / shards
     weights += reference
-    adam = 0.0 if rollout.eval_only else sum(8 * count for count in learned)
-    return TrainerBytes(weights, reference, base, adam, learned)
+    if teacher and "reference" not in offload:
+        teacher_weights = itemsize * teacher.parameters / shards
+        reference += teacher_weights
+        weights += teacher_weights
+    nccl = 1e9 * NCCL if setup.on_gpu and setup.ranks > 1 else 0.0
+    adam = 0.0 if setup.rollout.eval_only else sum(8 * number for number in trainable)
+    adam_on_device = 0.0 if "optimizer" in offload else adam
+    return TrainerBytes(
+        weights=weights,
+        reference=reference,
+        base=base,
+        nccl=nccl,
+        adam=adam,
+        trainable=trainable,
+        total=weights + nccl + adam_on_device,
+    )
+
+
+def keeps_gathered(machine: Machine, ranks: int, on_gpu: bool) -> bool:
+    """Whether all weights of a trained model stay gathered between micro-batches: on a rank alone,
+    unless flags say that a GPU's memory is short."""
+    if on_gpu and (machine.gradient_checkpointing or machine.lora_rank or machine.offload):
+        return False
+    return ranks == 1
+
+
+@dataclass(frozen=True)
+class UpdateBytes:
+    """Bytes of a rank while one of its models is updated."""
+
+    gradients: float = 0.0
+    activations: float = 0.0
+    gathered: float = 0.0  # weights, and the gradients of the root
+    # all that is in memory at three moments
+    backward: float = 0.0
+    reduction: float = 0.0
+    step: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        return max(self.backward, self.reduction, self.step)
+
+
+def largest_update(
+    models: list[ModelShape],
+    trainer: TrainerBytes,
+    engine: EngineBytes,
+    teacher: ModelShape | None,
+    setup: Setup,
+) -> UpdateBytes:
+    """The update with the highest peak: models are updated one at a time."""
+    itemsize = setup.dtype.itemsize
+    updates: list[UpdateBytes] = []
+    for shape, trainable in zip(models, trainer.trainable):
+        at_rest = trainer.total + 4 * trainable + engine.after_rollout
+        if teacher:
+            if "reference" in setup.machine.offload:  # its weights are there for the update alone
+                at_rest += itemsize * teacher.parameters / setup.shards
+            rows = teacher.vocabulary + setup.micro_batch_tokens
+            at_rest += itemsize * rows * teacher.hidden  # its head and hidden states
+        updates.append(update_bytes(shape, trainable, at_rest, setup))
+    return max(updates, key=lambda update: update.peak)
+
+
+def update_bytes(shape: ModelShape, trainable: float, at_rest: float, setup: Setup) -> UpdateBytes:
+    """The update of a model. trainable: its parameters in this rank's optimizer. at_rest: bytes of
+    all that stays in memory, its gradients included.
+
+    While activations are in memory, FSDP2 keeps its root gathered, with gradients. Each layer is
+    gathered along with the next one. Its gradients are copied to float32 and reduced; where no
+    ranks share a copy of the model, that makes another copy.
+    """
+    machine = setup.machine
+    itemsize = setup.dtype.itemsize
+    tokens = setup.micro_batch_tokens
+    activations = tokens * activation_bytes(shape, setup.rollout, machine, setup.dtype)
+    recomputed = tokens * recomputed_bytes(shape, setup.rollout, machine, setup.dtype)
+    keeps_all = keeps_gathered(machine, setup.ranks, setup.on_gpu)
+    gathered = itemsize * (shape.parameters if keeps_all else shape.root)
+    if machine.lora_rank > 0:
+        root_gradients = 0
+        # adapted weights are float32 before they are rounded
+        block = (2 * itemsize + 4) * shape.block
+        reduction = gathered
+    elif setup.shards == 1:
+        root_gradients = itemsize * shape.root
+        block = (3 * itemsize + 8) * shape.block
+        reduction = gathered + 8 * shape.root
+    else:
+        root_gradients = itemsize * shape.root
+        block = (3 * itemsize + 4) * shape.block
+        # the reduced gradients of the last layer wait until the root is done
+        reduction = gathered + (itemsize + 4) * shape.root + 4 * shape.block
+    # float32 logits of a chunk with what is computed from them, and gradients of the last hidden
+    # states
+    chunk = CHUNK_ELEMENTS["cuda" if setup.on_gpu else "cpu"]
+    head = 3 * 4 * chunk + (8 + itemsize) * tokens * shape.hidden
+    backward = gathered + root_gradients + activations + max(head, block + recomputed)
+    adam_from_host = 8 * trainable if "optimizer" in machine.offload else 0
+    return UpdateBytes(
+        gradients=4 * trainable,
+        activations=activations + recomputed,
+        gathered=gathered + root_gradients,
+        backward=backward + at_rest,
+        reduction=reduction + at_rest,
+        step=at_rest + adam_from_host,
+    )
 
 
 def phases_of(
@@ -217,128 +344,45 @@ def phases_of(
     if machine.attention == "auto":
         attention = "flex" if on_gpu and dtype != torch.float16 else "sdpa"
         machine = replace(machine, attention=attention)
+    setup = Setup(rollout, machine, ranks, dtype, on_gpu)
     policy = trained[0]
     models = [policy]
     if not rollout.eval_only:
         models.extend(shape.backbone for shape in trained[1:])
-    if machine.strategy == "ddp":
-        shards = 1
-    else:
-        shards = machine.shard_size or ranks
-    trainer = trainer_bytes(models, frozen, rollout, machine, shards, dtype)
-    nccl = 1e9 * NCCL if on_gpu and ranks > 1 else 0.0
-    adam_at_rest = 0.0 if "optimizer" in machine.offload else trainer.adam
-    teacher_weights = dtype.itemsize * teacher.parameters / shards if teacher else 0.0
-    teacher_at_rest = 0.0 if "reference" in machine.offload else teacher_weights
-    resident = trainer.weights + teacher_at_rest + nccl + adam_at_rest
-    beside_engine = resident - trainer.base  # until the engine sleeps
-    engine = engine_bytes(policy, rollout, dtype, on_gpu)
+    trainer = trainer_bytes(models, frozen, teacher, setup)
+    engine = engine_bytes(policy, setup)
+
+    beside_engine = trainer.total - trainer.base  # until the engine sleeps
     sampling = 0.0
     if not rollout.replay:
         sampling = beside_engine + engine.weights + engine.cache + engine.workspace
     scoring = 0.0
     if reward_parameters:
         scoring = beside_engine + dtype.itemsize * reward_parameters + engine.after_rollout
-
-    # models are updated one at a time: these are the terms of the one with the largest moment
-    update_terms = {
-        "gradients": 0.0,
-        "activations": 0.0,
-        "gathered": 0.0,
-        "backward": 0.0,
-        "reduction": 0.0,
-        "step": 0.0,
-    }
+    update = UpdateBytes()
+    update_peak = 0.0
     if not rollout.eval_only:
-        for shape, count in zip(models, trainer.learned):
-            moments = update_moments(shape, rollout, machine, ranks, shards, dtype, on_gpu)
-            at_rest = resident + 4 * count + engine.after_rollout
-            if teacher:
-                rows = teacher.vocabulary + micro_batch_size(rollout, machine)
-                at_rest += teacher_weights - teacher_at_rest
-                at_rest += dtype.itemsize * rows * teacher.hidden  # its head and hidden states
-            moments["gradients"] = 4 * count
-            moments["backward"] += at_rest
-            moments["reduction"] += at_rest
-            moments["step"] = at_rest + (8 * count if "optimizer" in machine.offload else 0)
-            if max(moments.values()) > max(update_terms.values()):
-                update_terms = moments
-    update = max(update_terms["backward"], update_terms["reduction"], update_terms["step"])
-    if not on_gpu:
-        update += MALLOC_PIECES * (update - engine.after_rollout)
+        update = largest_update(models, trainer, engine, teacher, setup)
+        update_peak = update.peak
+        if not on_gpu:
+            update_peak += MALLOC_PIECES * (update_peak - engine.after_rollout)
     terms = {
-        **update_terms,
-        "weights": trainer.weights + teacher_at_rest,
-        "reference": trainer.reference + teacher_at_rest,
+        "gradients": update.gradients,
+        "activations": update.activations,
+        "gathered": update.gathered,
+        "backward": update.backward,
+        "reduction": update.reduction,
+        "step": update.step,
+        "weights": trainer.weights,
+        "reference": trainer.reference,
         "Adam": trainer.adam,
         "engine": engine.weights,
         "KV cache": engine.cache,
         "workspace": engine.workspace,
-        "NCCL": nccl,
+        "NCCL": trainer.nccl,
         "rollout": sampling,
         "scoring": scoring,
-        "update": update,
+        "update": update_peak,
         "context": 1e9 * CUDA_CONTEXT if on_gpu else 0.0,
     }
     return {name: number / 1e9 for name, number in terms.items()}
-
-
-def keeps_gathered(machine: Machine, ranks: int, on_gpu: bool) -> bool:
-    """Whether all weights of a trained model stay gathered between micro-batches: on a rank alone,
-    unless flags say that a GPU's memory is short."""
-    if on_gpu and (machine.gradient_checkpointing or machine.lora_rank or machine.offload):
-        return False
-    return ranks == 1
-
-
-def micro_batch_size(rollout: Rollout, machine: Machine) -> int:
-    """Tokens of the largest micro-batch."""
-    return max(machine.micro_batch_tokens or MAX_MICRO_BATCH_TOKENS, longest(rollout))
-
-
-def update_moments(
-    shape: ModelShape,
-    rollout: Rollout,
-    machine: Machine,
-    ranks: int,
-    shards: int,
-    dtype: torch.dtype,
-    on_gpu: bool,
-) -> dict[str, float]:
-    """Bytes of a model at the moments of its update, beside the weights, gradients and Adam's state
-    that a rank keeps.
-
-    While activations are in memory, FSDP2 keeps its root gathered, with gradients. Each layer is
-    gathered along with the next one. Its gradients are copied to float32 and reduced; where no
-    ranks share a copy of the model, that makes another copy.
-    """
-    lora = machine.lora_rank > 0
-    item = dtype.itemsize
-    tokens = micro_batch_size(rollout, machine)
-    activations = tokens * activation_bytes(shape, rollout, machine, dtype)
-    recomputed = tokens * recomputed_bytes(shape, rollout, machine, dtype)
-    keeps_all = keeps_gathered(machine, ranks, on_gpu)
-    gathered = item * (shape.parameters if keeps_all else shape.root)
-    if lora:
-        root_gradients = 0
-        block = (2 * item + 4) * shape.block  # adapted weights are float32 before they are rounded
-        reduction = gathered
-    elif shards == 1:
-        root_gradients = item * shape.root
-        block = (3 * item + 8) * shape.block
-        reduction = gathered + 8 * shape.root
-    else:
-        root_gradients = item * shape.root
-        block = (3 * item + 4) * shape.block
-        # the reduced gradients of the last layer wait until the root is done
-        reduction = gathered + (item + 4) * shape.root + 4 * shape.block
-    # float32 logits of a chunk with what is computed from them, and gradients of the last hidden
-    # states
-    chunk = CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"]
-    head = 3 * 4 * chunk + (8 + item) * tokens * shape.hidden
-    return {
-        "activations": activations + recomputed,
-        "gathered": gathered + root_gradients,
-        "backward": gathered + root_gradients + activations + max(head, block + recomputed),
-        "reduction": reduction,
-    }

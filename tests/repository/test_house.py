@@ -231,6 +231,7 @@ def test_the_ground_is_light():
     """Files at the bottom, scorers, viewers, and the programs that prepare data (as --help) load no
     torch."""
     modules = [*LIGHT, *(f"common.rewards.{name}" for name in stems("common/rewards") - {"model"})]
+    modules += [f"common.rewards.answers.{name}" for name in stems("common/rewards/answers")]
     programs = [[name] for name in modules]
     programs += [[f"common.prepare.{name}", "--help"] for name in stems("common/prepare")]
     programs += [["papers.pyvision.rewards"], ["papers.pyvision.rows", "--help"]]

@@ -145,7 +145,7 @@ def test_votes_agree_on_what_is_right_only():
 def test_sympy_is_asked_only_where_it_is_needed_and_bounded(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "common.rewards.formulas.same_value", lambda *texts: asked.append(texts) or False
+        "common.rewards.answers.formulas.same_value", lambda *texts: asked.append(texts) or False
     )
     for answer, truth in WRONG[:13]:
         assert not is_right(answer, truth)

@@ -26,7 +26,7 @@ from common.rewards import (
     visual_qa,
 )
 from common.rewards.answers import is_equal, normalize
-from common.rewards.formulas import Unreadable, read_formula
+from common.rewards.answers.formulas import Unreadable, read_formula
 from common.rewards.math import last_boxed, score_boxed, score_dapo, score_gsm8k, verl_gsm8k
 
 DATA = ROOT.parent / "shared" / "data" / "math"

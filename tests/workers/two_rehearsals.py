@@ -29,7 +29,7 @@ ROLLOUT = Rollout(
 
 
 def gradients(policy, packer, world) -> list[torch.Tensor]:
-    (minibatch,) = sft.one_minibatch(packer, random_episodes(world.rank))
+    minibatch = sft.one_minibatch(packer, random_episodes(world.rank))
     sft.backward(policy, minibatch, world)
     shards = [p.grad.to_local().clone() for p in policy.parameters()]
     policy.zero_grad()

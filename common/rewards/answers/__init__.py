@@ -3,7 +3,7 @@ r"""Equality of mathematical answers: 0.5 is \frac{1}{2}, 5 cm is 5, \{1, 2\} is
 
 `is_equal` looks at an answer from the outside in: its typesetting, options, lists, intervals and
 matrices, equations, units. What is left are numbers, words, and formulas
-(common/rewards/formulas.py). No function raises. Each takes time linear in the answer, but for the
+(formulas.py). No function raises. Each takes time linear in the answer, but for the
 pairs of items of short lists.
 
 This file compares; how a text is read is in the files beside it.
@@ -11,7 +11,7 @@ This file compares; how a text is read is in the files beside it.
 
 import re
 
-from common.rewards import formulas
+from common.rewards.answers import formulas
 from common.rewards.answers.lists import PLUS_MINUS, UNORDERED, both_signs, collection
 from common.rewards.answers.options import LETTER, is_option, option, same_options, without_braces
 from common.rewards.answers.relations import (
@@ -202,7 +202,7 @@ def is_rounded(text: str, decimal: str, min_digits: int = 6) -> bool:
 
 
 def formula(text: str) -> str:
-    """As common/rewards/formulas.py reads it: without upright letters, degrees, and commas in one
+    """As formulas.py reads it: without upright letters, degrees, and commas in one
     large number."""
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"{\1}", text)
     if not TRIGONOMETRIC.search(text):

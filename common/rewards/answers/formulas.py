@@ -14,7 +14,15 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from common.rewards.values import NO_VALUE, Point, agree, exact, is_close, ratio_at, value_of
+from common.rewards.answers.values import (
+    NO_VALUE,
+    Point,
+    agree,
+    exact,
+    is_close,
+    ratio_at,
+    value_of,
+)
 
 if TYPE_CHECKING:
     import sympy
@@ -307,15 +315,16 @@ class Reader:
         of_function: whether they are the argument of a function, which ends before another one.
         """
         start = self.position
-        begins_with_number = self.kind == "number"
+        latest_is_number = self.kind == "number"  # the latest factor begins with one: 2, 2^3, 2!
         value = self.power()
-        is_lone_number = begins_with_number and self.position == start + 1  # no power, no factorial
+        is_lone_number = latest_is_number and self.position == start + 1  # no power, no factorial
         may_be_mixed = is_lone_number and self.tokens[start][1].isdecimal()
         while self.starts_factor() and not (of_function and self.starts_function()):
             follows_operator = self.tokens[self.position - 1][0] == "operator"
-            if self.kind == "number" and (begins_with_number or not follows_operator):
+            # (x)2 is a product; x2, 2 3 and 2^{3}4 are not known here
+            if self.kind == "number" and (latest_is_number or not follows_operator):
                 raise Unreadable("a number behind a number or a letter")
-            begins_with_number = self.kind == "number"
+            latest_is_number = self.kind == "number"
             is_fraction = self.token == "\\frac"
             factor = self.power()
             if may_be_mixed and is_fraction and factor.is_Rational and 0 < factor < 1:
@@ -377,11 +386,11 @@ class Reader:
         self.brackets += 1
         if self.brackets > MAX_BRACKETS:
             raise Unreadable("too many brackets")
-        bars = self.bars
-        self.bars = 0
+        outer_bars = self.bars
+        self.bars = 0  # in brackets a bar opens, as at the start
         value = self.sum_of_products()
         self.expect(end)
-        self.bars = bars
+        self.bars = outer_bars
         self.brackets -= 1
         return value
 
