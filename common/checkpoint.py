@@ -35,7 +35,7 @@ from common.manifest import (
     BEGIN_ANEW,
     MANIFEST,
     STEP_NAME,
-    UNFINISHED_STEP,
+    TEMPORARY_STEP,
     digest,
     read_record,
     remove_step,
@@ -193,7 +193,7 @@ class Checkpoints:
         if not self.world.is_main:
             return
         for leftover in self.folder.glob("tmp_*"):
-            if UNFINISHED_STEP.fullmatch(leftover.name) and leftover != temporary:
+            if TEMPORARY_STEP.fullmatch(leftover.name) and leftover != temporary:
                 with suppress(OSError):
                     remove_step(leftover)
         if os.path.lexists(temporary):

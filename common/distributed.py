@@ -128,22 +128,25 @@ def wrap_model(
     model: nn.Module,
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
-    own_stay_whole: bool = False,
+    shards_own_parameters: bool = True,
     stays_gathered: bool = True,
 ) -> nn.Module:
     """Shard `model` (FSDP2), whose float32 parameters stay the master weights, over the mesh.
 
     Each of `repeated_blocks` is a unit; the root holds the embeddings, the last norm and the head.
     FSDP2 computes with parameters cast to `compute_dtype` and reduces gradients in float32. A model
-    on the meta device gets its weights later, in shards. own_stay_whole: do not shard the
-    parameters that the model itself has, outside of its submodules (with LoRA, a critic's head);
-    `average_whole_gradients` takes care of their gradients. stays_gathered: a rank alone casts
-    and copies its weights once a step, not twice a micro-batch, and reduces its gradients once.
+    on the meta device gets its weights later, in shards. shards_own_parameters: False if the
+    parameters that the model itself has, outside of its submodules, stay whole (with LoRA, a
+    critic's head); `average_whole_gradients` takes care of their gradients. stays_gathered: a rank
+    alone casts and copies its weights once a step, not twice a micro-batch, and reduces its
+    gradients once.
     """
     precision = fsdp.MixedPrecisionPolicy()
     if compute_dtype != next(model.parameters()).dtype:
         precision = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    whole_parameters = set(model.parameters(recurse=False)) if own_stay_whole else set()
+    whole_parameters = set()
+    if not shards_own_parameters:
+        whole_parameters = set(model.parameters(recurse=False))
     for parameter in whole_parameters:
         parameter.data = parameter.data.to(mesh.device_type)
     for unit in [*repeated_blocks(model), model]:

@@ -81,6 +81,7 @@ def main(args: Args) -> None:
     vision = load_vision(path, PixelLimits(0, 0, 0), args.trust_remote_code)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     flags = read_json(run_dir / "config.json").get("args", {})
+    # the end token that the run has set: common/rollout/opening.py, sft.py
     is_multi_turn = bool(flags.get("tools") or flags.get("environment"))
     if vision or manifest.get("script") == "sft" or is_multi_turn:
         processor = vision.processor if vision else None
@@ -200,7 +201,7 @@ def export_hugging_face(
     temporary = None
     try:
         temporary = make_unfinished(folder)
-        transpose_back()
+        transpose_back()  # a repair of `save_pretrained`
         model.save_pretrained(temporary, state_dict=state)
         processor = policy.vision.processor if policy.vision else tokenizer
         processor.save_pretrained(temporary)

@@ -87,14 +87,14 @@ class Job:
             check_device(self.world.device)
             self.compute_dtype, dtype_reason = choose_dtype(machine.dtype, self.world.device)
         check_run(run)
-        requested_attention = choose_attention(
+        device_attention = choose_attention(
             machine.attention, self.world.device, machine.compile, self.compute_dtype
         )
         self.model_folder = resolve_model(run.model)  # a str, as transformers wants it
         facts = facts_of_machine(self.model_folder)
-        # what "auto" became, in place of the flags
+        # what "auto" became on this machine, in place of the flags
         facts["dtype"] = str(self.compute_dtype)
-        facts["attention"] = requested_attention
+        facts["attention"] = device_attention
         check_same(self.world, facts)
         # which ranks share a copy of a model
         self.mesh = make_mesh(self.world, machine.strategy, machine.shard_size)
@@ -102,7 +102,7 @@ class Job:
         if training:
             lock_everywhere(self.output_dir, self.world)
 
-        self._read_architecture(requested_attention)
+        self._read_architecture(device_attention)
         # what must be the same in a checkpoint that is resumed; load_reference, load_critic and
         # load_teacher add to it
         self.identity = checkpoint_identity(script, Path(self.model_folder), machine)
@@ -126,12 +126,12 @@ class Job:
             f"-> {self.output_dir}"
         )
 
-    def _read_architecture(self, requested_attention: str) -> None:
+    def _read_architecture(self, device_attention: str) -> None:
         """Set `attention`, `compile`, `num_embeddings` and `num_positions`. SystemExit for a model
         that cannot be trained exactly."""
         device = self.world.device
         model = skeleton(self.model_folder, self.machine.trust_remote_code)
-        self.attention = exact_attention(model, requested_attention, self.machine)
+        self.attention = exact_attention(model, device_attention, self.machine)
         refuse_inexact(model, self.attention, f"--model {self.model_folder}")
         self.compile, reason = choose_compile(model, self.attention, self.machine, device)
         if reason and device.type == "cuda":
@@ -216,7 +216,7 @@ class Job:
         """Say so and end, with exit code 0, if the run's checkpoint has all steps and its model/ is
         of that checkpoint. All ranks call it together."""
         folder = self.output_dir / "model"
-        is_finished = self.training and is_last_step(self.checkpoint, total_steps, folder)
+        is_finished = self.training and has_finished(self.checkpoint, total_steps, folder)
         if broadcast_object(is_finished):
             num_done = read_record(self.checkpoint)["step"]  # more than --total-steps, if that fell
             say(
@@ -311,6 +311,7 @@ class Job:
         return self.world.device
 
     def _copy_base(self, model: nn.Module) -> None:
+        """With --offload base: copy the frozen base of a model to the host."""
         if "base" in self.machine.offload:
             self.host_bases.append(HostBase(model, self.world.device))
 
@@ -357,7 +358,7 @@ class Job:
                 wrap_model,
                 mesh=self.mesh,
                 compute_dtype=self.compute_dtype,
-                own_stay_whole=has_lora,  # a critic's head
+                shards_own_parameters=not has_lora,  # a critic's head
                 stays_gathered=stays_gathered,
             ),
             "dtype": torch.float32 if trained and not has_lora else self.compute_dtype,
@@ -467,12 +468,13 @@ def check_headers(folder: Path) -> None:
             raise ValueError(f"{file.name}: {error}") from error
 
 
-def is_last_step(checkpoint: Path | None, total_steps: int, model: Path) -> bool:
+def has_finished(checkpoint: Path | None, total_steps: int, model_folder: Path) -> bool:
     """Whether a checkpoint has all steps of its run, and the run's model/ was written after it."""
-    config = model / "config.json"  # the last file of an export
+    config = model_folder / "config.json"  # the last file of an export
     if not checkpoint or not config.is_file():
         return False
-    is_own = checkpoint.resolve().parent.parent == model.resolve().parent
+    # checkpoints/ may be a link to another disk: it is not resolved
+    is_own = checkpoint.absolute().parents[1].resolve() == model_folder.parent.resolve()
     has_all_steps = read_record(checkpoint)["step"] >= total_steps
     is_older = (checkpoint / "trainer.json").stat().st_mtime <= config.stat().st_mtime
     return is_own and has_all_steps and is_older

@@ -17,11 +17,12 @@ MANIFEST = "manifest.json"  # in the step folder, written last: a folder without
 NUM_SAMPLES = 256  # pieces of a file that are read for its fingerprint
 BEGIN_ANEW = "--resume never, with another --output-dir, begins anew"
 STEP_NAME = re.compile(r"step_\d{6,20}")
-UNFINISHED_STEP = re.compile(r"tmp_(old_)?step_\d{6,20}")
+# names under which a save that was killed leaves a step folder
+TEMPORARY_STEP = re.compile(r"tmp_(old_)?step_\d{6,20}")
 SAVED_FILE = re.compile(  # what a save writes, by its path within the step folder
     r"state(/shard-\d+-model-\d+-of-\d+\.safetensors)?|\.?(trainer|manifest)\.json(\.tmp)?"
 )
-# a file in a folder that is being written: a later run may remove the folder
+# a file in an export that is being written: a later run may remove its folder
 UNFINISHED = ".unfinished"
 
 

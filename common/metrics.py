@@ -73,8 +73,8 @@ def rollout_means(
     """
     means = Means()
     scored = [episode for episode in episodes if math.isfinite(episode.score)]
-    # an episode without rewards was not to be scored
-    means.add_total("reward/failed", sum(bool(e.rewards) for e in episodes) - len(scored))
+    num_to_score = sum(len(episode.rewards) > 0 for episode in episodes)
+    means.add_total("reward/failed", num_to_score - len(scored))
     add_reward_means(means, scored)
     add_reward_components(means, scored)
     add_response_means(means, episodes, seconds)

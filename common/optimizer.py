@@ -83,16 +83,16 @@ class GuardedAdamW:
         """The factor by which a loss is multiplied before its backward."""
         return self.loss_scale.scale
 
-    def missing_moments(self) -> list[torch.Tensor]:
-        """Tensors of the size of Adam's moments that the device does not hold yet: those of a model
-        that has made no step, or whose moments are on the host."""
-        missing: list[torch.Tensor] = []
+    def reserve_moments(self) -> list[torch.Tensor]:
+        """Allocate tensors in place of those of Adam's moments that the device does not hold yet:
+        of a model that has made no step, or whose moments are on the host."""
+        reserved: list[torch.Tensor] = []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 moment = self.optimizer.state.get(parameter, {}).get("exp_avg")
                 if moment is None or moment.device != parameter.device:
-                    missing += [torch.empty_like(parameter), torch.empty_like(parameter)]
-        return missing
+                    reserved += [torch.empty_like(parameter), torch.empty_like(parameter)]
+        return reserved
 
     def step(self, lr: float) -> Means:
         """Unscale, clip the global norm, and step; skip the step if a gradient of any rank is not

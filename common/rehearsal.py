@@ -91,11 +91,11 @@ class Rehearsal:
         reset_peak(self.world.device)
         try:
             # they take the place of Adam's moments, which are there at each update but the first
-            moments = [adamw.missing_moments() for adamw in self.optimizers if not adamw.offload]
+            moments = [adamw.reserve_moments() for adamw in self.optimizers if not adamw.offload]
             yield minibatch
             for adamw in self.optimizers:
                 if adamw.offload:  # its moments are there for the optimizer's step alone
-                    adamw.missing_moments()
+                    adamw.reserve_moments()
             left_gb = left_at_peak_gb(self.world.device)
             del moments
         except (RuntimeError, MemoryError) as error:

@@ -74,6 +74,7 @@ def score_file(flags: Scoring) -> None:
     output = output_path(flags, files)
     responses = read_responses(files, flags)
     candidates = RowFiles(flags.rows, "--rows") if flags.rows else files
+    numbers: list[int] = []  # of the rows of --keep; now: a wrong one ends this before the scoring
     if flags.keep:
         numbers = [row_number(response, candidates, flags) for response in responses]
     rewards = score_responses(responses, flags)
@@ -91,7 +92,7 @@ def score_file(flags: Scoring) -> None:
     # numbers its groups from 0
     regrouped = [sample | {"group": (sample["data_source"], sample["group"])} for sample in samples]
     summarize_with_bounds(regrouped)
-    if modified_at(output) == modified_before:
+    if modified_at(output) == modified_before:  # of a full disk `report` only warns
         raise SystemExit(f"{output} is not written")
     num_prompts = len({sample["group"] for sample in regrouped})
     failures = ""
@@ -148,8 +149,8 @@ def keep_rows(rows: RowFiles, verdicts: dict[int, list[bool]], bounds: tuple[flo
     if not kept:
         raise SystemExit(f"{counts}; nothing is kept")
     first = rows.paths[0]
-    path = Path.cwd() if is_hub_id(first) else first.parent
-    path = path / f"{stem_of(first)}_kept{rows.suffix}"
+    folder = Path.cwd() if is_hub_id(first) else first.parent
+    path = folder / f"{stem_of(first)}_kept{rows.suffix}"
     table = pa.concat_tables(rows.tables, promote_options="default").take(kept)
 
     def write(temporary: Path) -> None:
@@ -194,7 +195,8 @@ def read_responses(files: RowFiles, flags: Scoring) -> list[Response]:
     files.refuse(bad_rows, "unusable rows", flags.bad_rows == "drop")
     if not responses:
         raise SystemExit(f"FILE: no usable row in {flags.file}")
-    if not all(isinstance(response.columns["group"], int | str) for response in responses):
+    have_groups = all(isinstance(r.columns["group"], int | str) for r in responses)
+    if not have_groups:  # then the responses of a row are a group
         for response in responses:
             response.columns["group"] = response.row
     return responses
@@ -224,8 +226,8 @@ def score_responses(responses: list[Response], flags: Scoring) -> list[Mapping]:
 
 
 def read_row(record: dict | str, index: int, flags: Scoring) -> list[Response]:
-    """The responses of a row; a text says why the row could not be read. ValueError if they cannot
-    be scored."""
+    """The responses of a row. ValueError if they cannot be scored. record: the row, or a text that
+    says why it could not be read."""
     if isinstance(record, str):
         raise ValueError(record)
     column = flags.response_column

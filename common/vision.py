@@ -29,7 +29,7 @@ FAMILIES = {
     "qwen3_vl_moe": Family(has_timestamps=True, clamps_merger=False),
     "qwen3_5": Family(has_timestamps=True, clamps_merger=False),
 }
-# what is said of a row
+# why a row cannot be used
 UNREAD_PICTURES = (
     f"has pictures, and the model reads text alone (those that see are {', '.join(FAMILIES)})"
 )
@@ -281,7 +281,7 @@ def skeleton(path: str, trust_remote_code: bool = False, flag: str = "--model") 
 
     SystemExit if transformers cannot build one.
     """
-    # of later loads, too: ranks would write over each other
+    # here and in later loads: the bars of several ranks would overwrite each other
     transformers.utils.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

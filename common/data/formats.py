@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.data.media import Picture, picture_sources
-from common.data.protocols import CALL_ID, CLOSE, OPEN
+from common.data.protocols import CALL_CLOSE, CALL_ID, CALL_OPEN
 from common.data.render import (
     DEFAULT_SYSTEM,
     parse_call_arguments,
@@ -38,12 +38,12 @@ FORMATS = (
     "messages, question and answer, prompt and extra_info.answer, message_list, or conversations"
 )
 # keys of a message that are kept: flags of training, and what a template may read
-KEPT = ("train", "loss", "weight", "tool_calls", "tool_call_id", "name")
-KEPT += ("reasoning_content", "thinking")
-READ = {"role", "content", "from", "value", *KEPT}
+KEPT_KEYS = ("train", "loss", "weight", "tool_calls", "tool_call_id", "name")
+KEPT_KEYS += ("reasoning_content", "thinking")
+KNOWN_KEYS = {"role", "content", "from", "value", *KEPT_KEYS}
 # values of `train` and `loss`
-LEFT_OUT = (False, "false", "False")
-TRAINED = (True, "true", "True")
+NO = (False, "false", "False")
+YES = (True, "true", "True")
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Conversation:
 
 def read_conversation(
     record: Mapping,
-    is_native: Callable[[], object] = lambda: None,
+    is_native: Callable[[], bool] = lambda: False,
     system_text: Callable[[], str] = lambda: DEFAULT_SYSTEM,
 ) -> Conversation:
     """A row of any known format. BadRow with the reason if it cannot be used.
@@ -97,9 +97,9 @@ def take_train_flag(message: dict, by_default: bool) -> bool:
     train = message.pop("train", None)
     loss = message.pop("loss", None)
     weight = message.pop("weight", None)
-    if train in LEFT_OUT or loss in LEFT_OUT or weight == 0:
+    if train in NO or loss in NO or weight == 0:
         return False
-    return by_default or train in TRAINED or loss in TRAINED
+    return by_default or train in YES or loss in YES
 
 
 def unread_keys(record: Mapping) -> list[str]:
@@ -111,7 +111,7 @@ def unread_keys(record: Mapping) -> list[str]:
     keys: list[str] = []
     for message in messages:
         for key, value in message.items():
-            if key not in READ and key not in keys and value not in (None, "", [], {}):
+            if key not in KNOWN_KEYS and key not in keys and value not in (None, "", [], {}):
                 keys.append(key)
     return keys
 
@@ -132,7 +132,7 @@ def from_items(message_list: list) -> tuple[list[dict], list[Picture]]:
         content: str | list[dict] = parts
         if all(part["type"] == "text" for part in parts):
             content = "".join(part["text"] for part in parts)
-        message = kept(raw)
+        message = kept_fields(raw)
         message["role"] = raw.get("role")
         message["content"] = content
         messages.append(message)
@@ -156,7 +156,7 @@ def read_item(item: Mapping) -> tuple[str, object]:
 
 
 def from_marks(
-    record: Mapping, is_native: Callable[[], object], system_text: Callable[[], str]
+    record: Mapping, is_native: Callable[[], bool], system_text: Callable[[], str]
 ) -> tuple[list[dict], list[Picture]]:
     """Messages and pictures of the other formats: <image> and <video> in texts are pictures."""
     messages = [read_message(raw, is_native) for raw in raw_messages(record)]
@@ -199,7 +199,7 @@ def raw_messages(record: Mapping) -> list[dict]:
     return messages
 
 
-def read_message(raw: Mapping, is_native: Callable[[], object]) -> dict:
+def read_message(raw: Mapping, is_native: Callable[[], bool]) -> dict:
     """A message of {role, content}, or of ShareGPT's {from, value}. BadRow if it has neither a text
     nor tool calls."""
     sender = raw.get("from")
@@ -212,7 +212,7 @@ def read_message(raw: Mapping, is_native: Callable[[], object]) -> dict:
     message = {}
     if sender == "observation":
         message["tool_call_id"] = CALL_ID
-    message |= kept(raw)
+    message |= kept_fields(raw)
     message["role"] = role
     if sender == "function_call":
         message |= tool_call_message(content, is_native())
@@ -236,18 +236,18 @@ def function_schema(tool: Mapping) -> dict:
     return without_nulls(tool)
 
 
-def kept(message: Mapping) -> dict:
+def kept_fields(message: Mapping) -> dict:
     """The keys of a message, beside role and content, that are kept, without nulls."""
-    return parse_call_arguments(without_nulls({key: message.get(key) for key in KEPT}))
+    return parse_call_arguments(without_nulls({key: message.get(key) for key in KEPT_KEYS}))
 
 
-def tool_call_message(value: str, native: object) -> dict:
+def tool_call_message(value: str, is_native: bool) -> dict:
     """A message's content and calls, from LLaMA-Factory's JSON: {name, arguments}, or a list.
 
-    They are what the policy has to write: tool_calls for a `native` template, else a text with the
-    tags of Hermes. A text that has them already stays as it is.
+    They are what the policy has to write: tool_calls if the template is native, else a text with
+    the tags of Hermes. A text that has them already stays as it is.
     """
-    if value.strip().startswith(OPEN):
+    if value.strip().startswith(CALL_OPEN):
         return {"content": value}
     calls = parsed(value, "function_call")
     if not isinstance(calls, list):
@@ -255,9 +255,9 @@ def tool_call_message(value: str, native: object) -> dict:
     tool_calls = [{"type": "function", "id": CALL_ID, "function": call} for call in calls]
     # this also makes objects of the arguments in `calls`
     message = parse_call_arguments({"content": "", "tool_calls": tool_calls})
-    if native:
+    if is_native:
         return message
-    texts = [f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls]
+    texts = [f"{CALL_OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CALL_CLOSE}" for call in calls]
     return {"content": "\n".join(texts)}
 
 

@@ -11,9 +11,9 @@ from pydantic_core import from_json
 
 from common.pictures import Media
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 CODE_OPEN, CODE_CLOSE = "<code>", "</code>"
-FENCE = "```python"
+FENCE, FENCE_END = "```python", "```"
 REPLY_OPEN, REPLY_CLOSE = "<tool_response>\n<interpreter>", "</interpreter>\n\n</tool_response>"
 # one of these is in a prompt that explains by itself how to write programs between tags
 CODE_TAUGHT = (CODE_OPEN, "<image_clue_0>")
@@ -80,18 +80,18 @@ def spacing(tokenizer, spared: Iterable[str] = ()) -> Callable[[str], str]:
     return spaced
 
 
-class Protocol:
+class ToolProtocol:
     """What protocols share: a tool's reply is a message in the chat template."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        # ids that `read` leaves out
-        self.skipped = set()
+        self.skipped_ids: set[int] = set()  # tokens that `read` leaves out
+        tags = (CALL_OPEN, CALL_CLOSE, CODE_OPEN, CODE_CLOSE)
         for i, token in tokenizer.added_tokens_decoder.items():
-            if token.special and token.content not in (OPEN, CLOSE, CODE_OPEN, CODE_CLOSE):
-                self.skipped.add(i)
-        # makes text of special tokens in a reply: a tool may write them, or quote the policy's call
-        self.spaced = spacing(tokenizer)
+            if token.special and token.content not in tags:
+                self.skipped_ids.add(i)
+        # in a reply: a tool may write them, or quote the policy's call
+        self.space_control_tokens = spacing(tokenizer)
 
     def prompt(self, messages: list[dict]) -> str:
         """The text of messages. The first message holds the tools that the template offers."""
@@ -101,7 +101,7 @@ class Protocol:
 
     def read(self, turn: Sequence[int]) -> str:
         """A turn as text for `find_call`: with the tags of calls, which may be special tokens."""
-        return self.tokenizer.decode([token for token in turn if token not in self.skipped])
+        return self.tokenizer.decode([token for token in turn if token not in self.skipped_ids])
 
     def observation(self, parts: Sequence[str | Media], role: str, num_pictures: int = 0) -> str:
         """The text between an end-of-turn token and the next turn: a message of `role`.
@@ -113,7 +113,7 @@ class Protocol:
         content = []
         for part in parts:
             if isinstance(part, str):
-                content.append({"type": "text", "text": self.spaced(part)})
+                content.append({"type": "text", "text": self.space_control_tokens(part)})
             else:
                 content.append({"type": part.kind})
         # templates of models that read text alone want a string
@@ -144,7 +144,7 @@ class Protocol:
         return after_mark.removeprefix(end)
 
 
-class Hermes(Protocol):
+class Hermes(ToolProtocol):
     """Qwen2.5's protocol: calls as JSON between the tags <tool_call>."""
 
     @staticmethod
@@ -156,20 +156,20 @@ class Hermes(Protocol):
             "You are provided with function signatures within <tools></tools> XML tags:\n"
             f"<tools>\n{lines}\n</tools>\n\n"
             "For each function call, return a json object with function name and arguments within "
-            f"{OPEN}{CLOSE} XML tags:\n{OPEN}\n"
-            f'{{"name": <function-name>, "arguments": <args-json-object>}}\n{CLOSE}'
+            f"{CALL_OPEN}{CALL_CLOSE} XML tags:\n{CALL_OPEN}\n"
+            f'{{"name": <function-name>, "arguments": <args-json-object>}}\n{CALL_CLOSE}'
         )
 
     @staticmethod
     def find_call(text: str) -> Call | None:
         """The last call of a turn that ends with one, else None. A malformed one has an `error`."""
         text = text.rstrip()
-        if not text.endswith(CLOSE):
+        if not text.endswith(CALL_CLOSE):
             return None
-        start = text.rfind(OPEN)
+        start = text.rfind(CALL_OPEN)
         if start < 0:
-            return Call(error=f"{CLOSE} without {OPEN}")
-        body = text[start + len(OPEN) : text.index(CLOSE, start)]
+            return Call(error=f"{CALL_CLOSE} without {CALL_OPEN}")
+        body = text[start + len(CALL_OPEN) : text.index(CALL_CLOSE, start)]
         try:
             call = from_json(body, allow_inf_nan=False)
             arguments = call.get("arguments") if isinstance(call, dict) else None
@@ -185,7 +185,7 @@ class Hermes(Protocol):
         return Call(call["name"], arguments)
 
 
-class Code(Protocol):
+class Code(ToolProtocol):
     """PyVision-RL's protocol (arXiv 2602.20739): programs between the tags <code>, or without them.
 
     Replies are messages of the user.
@@ -203,19 +203,21 @@ class Code(Protocol):
         if answer.strip():
             return None
         if text.endswith(CODE_CLOSE):
-            text = text.removesuffix(CODE_CLOSE).rpartition(CODE_OPEN)[2].strip()
-            start = 0
-            if not text.startswith(FENCE):
+            block = text.removesuffix(CODE_CLOSE).rpartition(CODE_OPEN)[2].strip()
+            if not block.startswith(FENCE):
                 return None
         else:
-            start = text.rfind(FENCE, 0, -3)
-            # a turn may also end with a fence of another kind
-            if start < 0 or "\n```" in text[start + len(FENCE) : -3]:
+            start = text.rfind(FENCE, 0, -len(FENCE_END))
+            if start < 0:
                 return None
-        program_start = start + len(FENCE)
-        if not text.endswith("```") or len(text) < program_start + 3:
+            block = text[start:]
+            # a turn may also end with a fence of another kind
+            if f"\n{FENCE_END}" in block.removesuffix(FENCE_END):
+                return None
+        program = block.removeprefix(FENCE)
+        if not program.endswith(FENCE_END):
             return None
-        return Call("python", {"code": text[program_start:-3].strip("\n")})
+        return Call("python", {"code": program.removesuffix(FENCE_END).strip("\n")})
 
     def observation(self, parts: Sequence[str | Media], role: str, num_pictures: int = 0) -> str:
         text, *pictures = parts
@@ -232,7 +234,7 @@ class Code(Protocol):
         return [*parts, REPLY_CLOSE]
 
 
-class Native(Protocol):
+class Native(ToolProtocol):
     """Tools, calls and replies in the chat template's own way.
 
     calls: one of `CALL_FORMATS`, or the tokenizer's own.
@@ -240,7 +242,7 @@ class Native(Protocol):
 
     def __init__(self, tokenizer, schemas: Iterable[dict], calls: dict):
         super().__init__(tokenizer)
-        self.skipped = set()
+        self.skipped_ids = set()
         self.schemas = list(schemas)
         # a template must have an anchor, which is sought only in the prefix: that is empty here
         self.template = {"start_anchor": "\0", "fields": {"tool_calls": calls, "content": {}}}
@@ -252,7 +254,7 @@ class Native(Protocol):
                 text, self.template, prefix="", tools=self.schemas
             )
             tool_calls = message.get("tool_calls")
-            end_of_call = CLOSE if CLOSE in text else r"[\]}]"
+            end_of_call = CALL_CLOSE if CALL_CLOSE in text else r"[\]}]"
             if not tool_calls or not re.search(end_of_call + AFTER_CALL, text):
                 return None
             call = from_json(json.dumps(tool_calls[-1]["function"]), allow_inf_nan=False)
@@ -264,7 +266,7 @@ class Native(Protocol):
         return Call(call["name"], call["arguments"])
 
 
-def protocol_of(tokenizer, schemas: Iterable[dict] = ()) -> Protocol:
+def protocol_of(tokenizer, schemas: Iterable[dict] = ()) -> ToolProtocol:
     """The protocol of a model with this chat template. ValueError if its calls are not known."""
     calls = native_calls(tokenizer, str(tokenizer.chat_template))
     return Native(tokenizer, schemas, calls) if calls else Hermes(tokenizer)

@@ -104,7 +104,7 @@ class HuggingFaceEngine(Engine):
                 completions.setdefault(request.key, []).append(completion)
         return list(completions.items())
 
-    def _pictures(self, requests: list[Request], width: int) -> tuple[dict, Tensor]:
+    def _vision_inputs(self, requests: list[Request], width: int) -> tuple[dict, Tensor]:
         """Arguments of the first forward that hold pictures, and M-RoPE positions [3, B, width]."""
         positions = np.zeros((3, len(requests), width), dtype=np.int64)
         for row, request in enumerate(requests):
@@ -130,9 +130,9 @@ class HuggingFaceEngine(Engine):
         """A completion of each request. Those that are complete leave the batch."""
         ids, mask = left_padded([request.prompt_ids for request in requests], self.device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        pictures: dict[str, Tensor] = {}
+        vision_inputs: dict[str, Tensor] = {}
         if self.vision:
-            pictures, positions = self._pictures(requests, width=ids.shape[1])
+            vision_inputs, positions = self._vision_inputs(requests, width=ids.shape[1])
         generators = []
         max_lengths = []
         for request in requests:
@@ -148,12 +148,12 @@ class HuggingFaceEngine(Engine):
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                **pictures,
+                **vision_inputs,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
-            pictures = {}  # they are in the cache now
+            vision_inputs = {}  # the pictures are in the cache now
             tokens, logprobs = sample(
                 output.logits[:, -1], sampling, [generators[i] for i in running]
             )

@@ -92,8 +92,8 @@ def memory_plan(
         text += f"; {' and '.join(chosen_flags)} chosen to fit into {ROOM:.0%} of what is free"
     if inputs.chooses_share:
         text += f"\n{describe_share(machine.activation_memory, gb['update'], room_gb, free_gb)}"
-    # The margin is for the update's sizes that the plan chooses; a user's own may use all that is
-    # free.
+    # with sizes that the plan has chosen an update stays within ROOM, with a user's it may use all
+    # that is free
     limit_gb = room_gb if inputs.chooses_tokens or inputs.chooses_share else free_gb
     too_large = [phase for phase in PHASES if gb[phase] > limit_gb]
     refusal = ""
@@ -152,25 +152,29 @@ class _PlanInputs:
         rollout = self.rollout
         machine = self.machine
         chosen_flags = []
-        cache_size_gib = cache_gib(rollout, self.on_gpu)
         if machine.activation_memory == "auto":
+            # where no share has an effect, or until one is chosen below
             machine = replace(machine, activation_memory=1.0)
         if self.chooses_cache:
             cache_size_gib = fitting_cache(
                 self.phases, rollout, machine, self.ranks, room_gb, self.least_cache_gib
             )
             chosen_flags.append(f"--engine-memory {cache_size_gib:g}")
+        else:
+            cache_size_gib = cache_gib(rollout, self.on_gpu)
         rollout = replace(rollout, engine_memory=cache_size_gib)
         if self.chooses_share:
             share = cheapest_share(self.phases, rollout, machine, self.ranks, room_gb, most_tokens)
             machine = replace(machine, activation_memory=share)
-        tokens = machine.micro_batch_tokens or most_tokens
         if self.chooses_tokens:
             tokens = fitting_micro_batch(
                 self.phases, rollout, machine, self.ranks, room_gb, most_tokens
             )
             chosen_flags.append(f"--micro-batch-tokens {tokens}")
-        return rollout, replace(machine, micro_batch_tokens=tokens), chosen_flags
+            machine = replace(machine, micro_batch_tokens=tokens)
+        elif machine.micro_batch_tokens is None:  # an evaluation
+            machine = replace(machine, micro_batch_tokens=most_tokens)
+        return rollout, machine, chosen_flags
 
     @property
     def chooses_cache(self) -> bool:
@@ -194,29 +198,28 @@ class _PlanInputs:
     def least_cache_gib(self) -> float:
         """The KV cache of a single episode (GiB), rounded up to a quarter."""
         policy = self.models[0]
-        token_numbers = 2 * policy.layers * policy.keys  # keys and values
-        token_bytes = token_numbers * self.dtype.itemsize / self.rollout.engine_parallel
+        numbers_of_token = 2 * policy.layers * policy.keys  # keys and values
+        token_bytes = numbers_of_token * self.dtype.itemsize / self.rollout.engine_parallel
         episode_gib = token_bytes * longest(self.rollout) / 2**30
         return max(0.25, ceil(4 * episode_gib) / 4)
 
     def advice(self, machine: Machine, has_reference: bool, limit_gb: float) -> str:
         """The cheapest change of flags with which each phase fits into the limit. machine: with the
         sizes that the plan has chosen."""
-        rollout = self.rollout
-        tokens = machine.micro_batch_tokens
-        # a change of flags makes a plan of its own, with micro-batches of at most as many tokens
+        most_tokens = machine.micro_batch_tokens
+        most_cache_gib = cache_gib(self.rollout, self.on_gpu)
+        # A run with the changed flags makes a plan of its own. A size that it would choose is None
+        # here, so that `cheapest_change` names no flag for it.
         machine = replace(machine, micro_batch_tokens=self.machine.micro_batch_tokens)
+        rollout = self.rollout
+        if self.chooses_cache:
+            most_cache_gib = max(most_cache_gib, self.least_cache_gib)
+        else:
+            rollout = replace(rollout, engine_memory=most_cache_gib)
         sizes = larger_engine_parallel(self.models[0], rollout)
         alternatives = list(
             remedies(rollout, machine, self.ranks, self.on_gpu, has_reference, sizes)
         )
-        most_gib = cache_gib(rollout, self.on_gpu)
-        if self.chooses_cache:
-            # the default, or the cache of one episode if that is larger
-            most_gib = max(most_gib, self.least_cache_gib)
-        else:
-            # with a size set here, the advice names --engine-memory where a smaller cache helps
-            rollout = replace(rollout, engine_memory=most_gib)
         change = cheapest_change(
             self.phases,
             alternatives,
@@ -224,8 +227,8 @@ class _PlanInputs:
             machine,
             self.ranks,
             room_gb=limit_gb,
-            most_tokens=tokens,
-            most_cache_gib=most_gib,
+            most_tokens=most_tokens,
+            most_cache_gib=most_cache_gib,
             least_cache_gib=self.least_cache_gib,
         )
         if change:

@@ -22,7 +22,8 @@ from common.workers.pool import Pool, load_function
 from common.workers.process import Worker, describe
 
 RewardFunction = Callable[..., float | Mapping]
-Job = tuple[str, str, object, Mapping | None]  # data_source, text, ground_truth, extra_info
+# data_source, text, ground_truth, extra_info
+ScoringJob = tuple[str, str, object, Mapping | None]
 FULL_MARKS = 1.0 - 1e-6
 AT_ONCE = 64  # calls of an `async def` that run concurrently
 CANCEL_S = 1.0  # seconds that late calls get to close what they hold
@@ -94,7 +95,7 @@ def score_response(
     ground_truth,
     extra_info: Mapping | None = None,
 ) -> dict[str, float | str]:
-    """What fn returns, as a dict of floats and strings with a `usable` "score"; else ValueError."""
+    """What fn returns, as a dict of floats and strings with a usable "score"; else ValueError."""
     result = fn(
         data_source=data_source,
         solution_str=solution_str,
@@ -106,7 +107,7 @@ def score_response(
 
 def read_result(result: object, fn: RewardFunction, data_source: str) -> dict[str, float | str]:
     """The result of a reward function as a dict of floats and strings. ValueError without a
-    `usable` "score"."""
+    usable "score"."""
     label = f"reward function {getattr(fn, '__name__', fn)} on data_source {data_source!r}"
     if inspect.iscoroutine(result):
         result.close()
@@ -120,13 +121,13 @@ def read_result(result: object, fn: RewardFunction, data_source: str) -> dict[st
             f'{label} returned a mapping without the key "score": {sorted(map(str, result))}'
         )
     values = {str(key): float_or_str(value) for key, value in result.items()}
-    if not usable(values["score"]):
+    if not is_usable(values["score"]):
         expected = f"expected a finite number of at most {MAX_SCORE:g} in magnitude"
         raise ValueError(f"{label} returned the score {result['score']!r:.80}, {expected}")
     return values
 
 
-def usable(score) -> bool:
+def is_usable(score) -> bool:
     """Whether a score can be trained on; NaN cannot."""
     return isinstance(score, float) and abs(score) <= MAX_SCORE
 
@@ -170,7 +171,7 @@ class RewardWorkers(Pool):
             return Worker(make, spec, self.worker_timeout_s, memory_gib)
 
         super().__init__("a reward worker did not start", new_worker, workers)
-        self.own_function = bool(function_spec)
+        self.has_own_function = bool(function_spec)
         # `Pool` has started one worker, with the default deadline. That worker has loaded the
         # function and reports the function's own deadline: from here on it holds for this worker,
         # and for those that `new_worker` makes later.
@@ -187,7 +188,7 @@ class RewardWorkers(Pool):
             self.worker_timeout_s += SLACK_S
         first.timeout_s = self.worker_timeout_s
 
-    def score(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
+    def score(self, jobs: Sequence[ScoringJob]) -> list[dict[str, float | str]]:
         """The `score_response` of each job, in their order; {"error": reason} without a "score" for
         one that failed.
 
@@ -197,7 +198,7 @@ class RewardWorkers(Pool):
         if self.is_async:
             return self.score_in_batches(jobs)
         results = self.run(jobs, "rewards")
-        if self.own_function:
+        if self.has_own_function:
             return results
         num_slow = 0
         for i, result in enumerate(results):
@@ -212,7 +213,7 @@ class RewardWorkers(Pool):
             )
         return results
 
-    def score_in_batches(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
+    def score_in_batches(self, jobs: Sequence[ScoringJob]) -> list[dict[str, float | str]]:
         """`score` with an `async def`."""
         results = []
         for start in Progress("rewards", range(0, len(jobs), AT_ONCE)):
@@ -220,7 +221,7 @@ class RewardWorkers(Pool):
             sign_of_life()  # while a judge is down, each batch may take its whole deadline
         return results
 
-    def score_batch(self, jobs: Sequence[Job]) -> list[dict[str, float | str]]:
+    def score_batch(self, jobs: Sequence[ScoringJob]) -> list[dict[str, float | str]]:
         """`score` of calls that run concurrently. If one of them blocks the others or ends the
         process, each is repeated alone, so that only its own response fails."""
         # to the worker a whole batch is one job (see `Scorer`)
@@ -264,7 +265,7 @@ class RewardWorkers(Pool):
         )
 
 
-def score_as_wrong(job: Job) -> dict[str, float | str]:
+def score_as_wrong(job: ScoringJob) -> dict[str, float | str]:
     """The built-in score of a response that says nothing."""
     data_source, _, ground_truth, extra_info = job
     nothing = {**(extra_info or {}), "last_turn": "", "trajectory": ""}
@@ -322,7 +323,7 @@ def make_built_in_scorer(modules: str) -> Scorer:
 
 
 async def score_together(
-    function: RewardFunction, timeout_s: float, jobs: Sequence[Job]
+    function: RewardFunction, timeout_s: float, jobs: Sequence[ScoringJob]
 ) -> list[dict]:
     """The `score_response` of each job, or {"error": reason}; the calls run concurrently."""
     import asyncio
@@ -374,7 +375,7 @@ def score_episodes(
 
     extra_info["last_turn"] is the last turn, extra_info["trajectory"] the whole response, with what
     tools returned. If scoring fails (an exception, a timeout, a dead worker, a score that is not
-    `usable`), the rewards are {"score": nan, "error": reason}.
+    usable), the rewards are {"score": nan, "error": reason}.
     """
     jobs = []
     waiting = []  # episodes of `jobs`
@@ -384,15 +385,11 @@ def score_episodes(
             if episode.calls:
                 error += f": {episode.calls[-1]['text']:.198}"
             episode.set_rewards({"score": nan, "error": error})
-        elif episode.environment_reward is not None and not workers.own_function:
+        elif episode.environment_reward is not None and not workers.has_own_function:
             episode.set_rewards(environment_rewards(episode.environment_reward))
         else:
             row = rows[episode.prompt_index]
-            job = scoring_job(episode, row, tokenizer)
-            if workers.is_trl:
-                extra_info = job[-1]
-                extra_info |= {"prompt": row.prompt, "completion_ids": episode.response_ids}
-            jobs.append(job)
+            jobs.append(scoring_job(episode, row, tokenizer, workers.is_trl))
             waiting.append(episode)
     for episode, result in zip(waiting, workers.score(jobs), strict=True):
         episode.set_rewards(with_score(result))
@@ -406,7 +403,7 @@ def score_episodes(
 
 
 def environment_rewards(reward: float) -> dict[str, float | str]:
-    if usable(reward):
+    if is_usable(reward):
         return {"score": reward}
     return {
         "score": nan,
@@ -414,7 +411,8 @@ def environment_rewards(reward: float) -> dict[str, float | str]:
     }
 
 
-def scoring_job(episode: Episode, row: Row, tokenizer) -> Job:
+def scoring_job(episode: Episode, row: Row, tokenizer, is_trl: bool) -> ScoringJob:
+    """is_trl: whether the function has TRL's signature, which also wants the prompt and the ids."""
     turns = sampled_turns(episode, tokenizer)
     extra_info = dict(row.extra_info)
     extra_info["last_turn"] = turns[-1] if turns else ""
@@ -423,6 +421,9 @@ def scoring_job(episode: Episode, row: Row, tokenizer) -> Job:
         extra_info["turn_rewards"] = [reward for _, reward in episode.turn_rewards]
     if episode.environment_reward is not None:
         extra_info["environment_reward"] = episode.environment_reward
+    if is_trl:
+        extra_info["prompt"] = row.prompt
+        extra_info["completion_ids"] = episode.response_ids
     return row.data_source, "\n".join(turns), row.ground_truth, extra_info
 
 

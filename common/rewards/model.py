@@ -8,7 +8,7 @@ import torch
 
 from common.files import DAMAGE
 from common.hub import check_weights
-from common.rewards import MAX_SCORE, sampled_turns, usable
+from common.rewards import MAX_SCORE, is_usable, sampled_turns
 from common.rotary import length_limits, set_text_lengths
 from common.torch_repair import transformers
 from common.types import Episode, Row, with_replies
@@ -107,7 +107,7 @@ class RewardModel:
                 episodes[i].model_reward = score
             order = order[:-size]
         self.model.to("cpu")
-        failed = [episode for episode in episodes if not usable(episode.model_reward)]
+        failed = [episode for episode in episodes if not is_usable(episode.model_reward)]
         for episode in failed:
             episode.set_rewards({**episode.rewards, "score": nan})
         if failed:

@@ -96,7 +96,7 @@ def plain(answer: str) -> str:
     in_brackets = IN_BRACKETS.fullmatch(core)
     if in_brackets:
         core = trimmed(in_brackets[1])
-    # "?" stays what it is
+    # an answer of punctuation alone, such as "?", stays as it is
     return NUMBER_WORD.sub(digits_of, core or text)
 
 
@@ -130,8 +130,8 @@ SYMBOLS = re.compile(
 
 
 def says_same(answer: str, truth: str) -> bool:
-    """`same` of two texts as they are written: case counts where letters are symbols."""
-    return same(plain(answer), plain(truth)) and not symbols_differ(answer, truth)
+    """`same_plain` of two texts as they are written; where letters are symbols, case counts."""
+    return same_plain(plain(answer), plain(truth)) and not symbols_differ(answer, truth)
 
 
 def symbols_differ(answer: str, truth: str) -> bool:
@@ -149,8 +149,8 @@ def symbols_differ(answer: str, truth: str) -> bool:
     return same_letters and symbols != true_symbols
 
 
-def same(answer: str, truth: str) -> bool:
-    """Whether two plain answers say the same, by the kind of the truth.
+def same_plain(answer: str, truth: str) -> bool:
+    """Whether two `plain` answers say the same, by the kind of the truth.
 
     An option, A to K: by its letter; if both have the option's text, that too; by the text alone if
     the truth has one. A list, with commas: the same items in any order, no other ones; (3, 4) is no
@@ -162,9 +162,9 @@ def same(answer: str, truth: str) -> bool:
     if letter and true_letter:
         if letter != true_letter:
             return False
-        return not text or not true_text or same(text, true_text)
+        return not text or not true_text or same_plain(text, true_text)
     if true_letter:
-        return same(answer, true_text)
+        return same_plain(answer, true_text)
     may_be_list = "," in truth and not TUPLE.fullmatch(truth)
     if may_be_list and same_items(items(answer), items(truth)):
         return True
@@ -174,7 +174,8 @@ def same(answer: str, truth: str) -> bool:
         value, unit = number
         true_value, true_unit = true_number
         return value == true_value and (unit == true_unit or not unit or not true_unit)
-    return words(answer) == words(truth) != ""
+    true_words = words(truth)
+    return true_words != "" and words(answer) == true_words
 
 
 def option(text: str) -> tuple[str, str]:
@@ -195,12 +196,13 @@ def items(text: str) -> list[str]:
 
 
 def same_items(answers: list[str], truths: list[str]) -> bool:
+    """Whether two lists of plain answers are the same in any order; False below two."""
     if len(answers) != len(truths) or len(truths) < 2:
         return False
     unmatched = list(answers)
     for truth in truths:
         for i, answer in enumerate(unmatched):
-            if same(answer, truth):
+            if same_plain(answer, truth):
                 del unmatched[i]
                 break
         else:
@@ -296,9 +298,10 @@ FORMULA = re.compile(r"\\frac|\\sqrt|\\pi|[√π^]|[\w)}]\s*[+*]\s*[\w({\\]")
 
 
 def same_formula(answer: str, truth: str) -> bool:
+    """Whether two texts as they are written are equal formulas."""
     true_letter, _ = option(plain(truth))
     if true_letter or (quantity(plain(answer)) and quantity(plain(truth))):
-        return False  # `same` has decided
+        return False  # `same_plain` has decided
     # 5^\circ is no formula
     is_formula = FORMULA.search(readable(answer)) or FORMULA.search(readable(truth))
     return bool(is_formula) and is_equal(answer, truth)

@@ -14,34 +14,37 @@ import pyarrow.parquet as pq
 from common.files import full_disk_is_a_warning, jsonable, replace_file, shorten
 from common.progress import say
 from common.rewards import is_correct, sampled_turns
+from common.types import Episode, Row
 
 # what `score_episodes` adds for an environment that answers
 TURN_ACCURACIES = ("first_turn_accuracy", "last_turn_accuracy")
 PICTURE_COLUMNS = {"image", "images", "videos"}
+# of a row without a truth
+NO_VERDICT = {
+    "score": None,
+    "correct": None,
+    "pred": "",
+    "failed": False,
+    "anls": None,
+    "rewards": None,
+}
 
 
-def as_sample(episode, row, tokenizer, with_tools: bool) -> dict:
-    """The columns of a report for an Episode and its Row.
-
-    score, correct, truth and rewards are None if the row has no truth.
-    """
+def as_sample(episode: Episode, row: Row, tokenizer, with_tools: bool) -> dict:
+    """The columns of a report for an episode and its row. Those of `NO_VERDICT`, and a truth of
+    None, if the row has no truth."""
     has_truth = row.ground_truth is not None
-    # without a truth a verdict's columns are there, and emptied below
-    rewards = episode.rewards if has_truth else {"score": 0.0}
     sample = {
         "group": episode.prompt_index,
         "row": row.index,
         "data_source": row.data_source,
         "prompt": tokenizer.decode(episode.prompt_ids),
         "completion": "\n".join(sampled_turns(episode, tokenizer)),  # what is scored
-        "truth": episode.truth,
-        **verdict(rewards),
+        "truth": episode.truth if has_truth else None,
+        **(verdict(episode.rewards) if has_truth else NO_VERDICT),
         "length": len(episode.response_ids),
         "truncated": episode.truncated,
     }
-    if not has_truth:
-        for column in ("truth", "score", "correct", "rewards"):
-            sample[column] = None
     if with_tools:
         sample["calls"] = len(episode.calls)
         sample["call_errors"] = sum(call["error"] for call in episode.calls)
@@ -76,19 +79,20 @@ def summarize_with_bounds(samples: list[dict]) -> dict[str, float]:
     if all of them were right.
     """
     metrics = summarize(samples)
-    num_failed = 0
+    num_failed = sum(sample["failed"] for sample in samples)
+    if num_failed == 0:
+        return metrics
     best_case = []
     for sample in samples:
         if sample["failed"]:
-            num_failed += 1
             sample = sample | {"correct": True}
         best_case.append(sample)
-    if num_failed == 0:
-        return metrics
     high = summarize(best_case)["eval/accuracy"]
     low = metrics["eval/accuracy"]
-    missing = f"{num_failed} of {len(samples)} samples could not be scored, and count as wrong"
-    say(f"evaluation INCOMPLETE: {missing}; the accuracy is between {low:.4f} and {high:.4f}")
+    say(
+        f"evaluation INCOMPLETE: {num_failed} of {len(samples)} samples could not be scored, and "
+        f"count as wrong; the accuracy is between {low:.4f} and {high:.4f}"
+    )
     metrics["eval/failed"] = num_failed
     metrics["eval/accuracy_high"] = high
     return metrics
@@ -252,12 +256,14 @@ def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
     return pd.DataFrame(table).fillna("").to_string(index=False)
 
 
-def report(samples: list[dict], path: Path, record: Callable[[int], dict] | None = None) -> str:
-    """Write all samples; returns the table by data source. record: the columns of a row's file, by
-    `Row.index`, to be written with the samples."""
+def report(
+    samples: list[dict], path: Path, read_record: Callable[[int], dict] | None = None
+) -> str:
+    """Write all samples; returns the table by data source. read_record: returns the columns of a
+    row's file, by `Row.index`, to be written with the samples."""
     rows = samples
-    if record:
-        rows = [columns_of_record(record(sample["row"])) | sample for sample in samples]
+    if read_record:
+        rows = [columns_of_record(read_record(sample["row"])) | sample for sample in samples]
     with full_disk_is_a_warning(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda temporary: write_samples(rows, temporary, path.suffix))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from common.data.protocols import UNSEEN, Protocol
+from common.data.protocols import UNSEEN, ToolProtocol
 from common.pictures import Media
 from common.torch_repair import transformers
 from common.types import Row, ToolReply
@@ -15,7 +15,7 @@ class Observations:
     def __init__(
         self,
         tokenizer: "transformers.PreTrainedTokenizerBase",
-        protocol: Protocol,
+        protocol: ToolProtocol,
         vision: Vision | None = None,
     ):
         self.tokenizer = tokenizer
@@ -39,7 +39,7 @@ class Observations:
 
     def prompt_ids(self, row: Row, opening: str) -> list[int]:
         """The tokens of the row's prompt with an environment's opening behind its last message."""
-        opening = self.protocol.spaced(opening)
+        opening = self.protocol.space_control_tokens(opening)
         last = row.messages[-1]
         content = last["content"]
         if isinstance(content, str):
@@ -66,7 +66,7 @@ class Observations:
         parts: Sequence[str | Media],
         role: str,
         num_pictures: int = 0,
-        protocol: Protocol | None = None,
+        protocol: ToolProtocol | None = None,
     ) -> list[int]:
         """The tokens between an end-of-turn token and the next turn, from the new message alone.
 

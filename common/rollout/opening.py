@@ -24,7 +24,7 @@ from common.rewards import RewardWorkers
 from common.types import Tool
 
 if TYPE_CHECKING:
-    from common.data.protocols import Protocol
+    from common.data.protocols import ToolProtocol
     from common.rollout.trajectories import Turns
     from common.tools.pools import ToolPool
 
@@ -49,7 +49,7 @@ def check_rollout(job: Job, rollout: Rollout) -> None:
         check_engine_args(rollout.engine_args, on_gpu=job.world.device.type == "cuda")
 
 
-def note_sampling(folder: Path) -> None:
+def print_eval_advice(folder: Path) -> None:
     """Print the flags that evaluate as the model's card advises, if that is not greedily: a
     thinking model may repeat itself to the length limit."""
     file = folder / "generation_config.json"
@@ -144,11 +144,13 @@ def open_prompts(
     tools: dict[str, Tool] | None = tool_pool.tools if tool_pool else None
     train_data = None
     eval_data = None
-    # pictures and tools always need the template: the end token is repaired before rows are read
+    # Where the template is used, the end token is repaired. Pictures and tools always need the
+    # template: then before the rows are read.
     needs_template = job.vision is not None or tool_pool is not None
     with user_errors():
         if needs_template:
-            end_turns_properly(job.tokenizer, job.vision and job.vision.processor)
+            processor = job.vision.processor if job.vision else None
+            end_turns_properly(job.tokenizer, processor)
         options = {
             "data": data,
             "rollout": rollout,
@@ -164,7 +166,7 @@ def open_prompts(
             train_data = PromptData(data.train_data, max_rows=data.max_rows, **options)
         if data.eval_data:
             eval_data = PromptData(data.eval_data, flag="--eval-data", **options)
-    # without those, it is only now known whether a row needs the template
+    # without pictures and tools it is known only now whether a row needs the template
     datasets = [prompts for prompts in (train_data, eval_data) if prompts]
     if not needs_template and any(prompts.uses_template for prompts in datasets):
         end_turns_properly(job.tokenizer, None)
@@ -182,7 +184,7 @@ def open_turns(job: Job, rollout: Rollout, tool_pool: "ToolPool | None") -> "Tur
         return Turns(job.tokenizer, tool_pool, job.vision, rollout, protocol)
 
 
-def open_protocol(tokenizer, tool_pool: "ToolPool") -> "Protocol | None":
+def open_protocol(tokenizer, tool_pool: "ToolPool") -> "ToolProtocol | None":
     """The format in which the policy's chat template writes calls. None if there is nothing to
     call, or if the template has no calls and prompts explain them. ValueError if its format is
     unknown."""
@@ -268,7 +270,7 @@ def open_engine(job: Job, rollout: Rollout) -> Engine | None:
         name = "hf, as vLLM is not installed"
     say(f"{job.summary}, rollouts by {name}")
     if rollout.eval_temperature == 0:
-        note_sampling(Path(job.model_folder))
+        print_eval_advice(Path(job.model_folder))
     return engine
 
 

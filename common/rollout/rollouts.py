@@ -1,6 +1,6 @@
 """Sampling, scoring and evaluation, as one rank of an RL script does them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +63,11 @@ class Rollouts:
     def draw(self, count: int, first: int = 0) -> dict[int, Row]:
         """This rank's share of the next `count` prompts: {place in the step: row}, where the places
         of all ranks begin at `first`."""
-        drawn = list(enumerate(self.loader.next(count), start=first))
-        share = drawn[self.world.rank :: self.world.size]
-        rows = in_threads(self.train_data.__getitem__, [position for _, position in share])
-        return dict(zip([place for place, _ in share], rows))
+        share = slice(self.world.rank, None, self.world.size)
+        places = range(first, first + count)[share]
+        row_numbers = self.loader.next(count)[share]
+        rows = in_threads(self.train_data.__getitem__, row_numbers)
+        return dict(zip(places, rows, strict=True))
 
     def sample(
         self, prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext
@@ -178,22 +179,16 @@ class Rollouts:
         ranks_of_engine = range(first_rank, first_rank + num_ranks)
         # row n is of rank n % world.size
         numbers = [n for n in range(num_rows) if n % self.world.size in ranks_of_engine]
-        own_indices: set[int] = set()  # `Row.index` of this rank's rows
-
-        def open_rows() -> Iterator[tuple[int, Row]]:
-            opened = ahead_in_threads(self.eval_data.__getitem__, numbers, ROWS_AHEAD)
-            for number, row in zip(numbers, opened):
-                if number % self.world.size == self.world.rank:
-                    own_indices.add(row.index)
-                yield row.index, row
-
+        own_numbers = slice(self.world.rank, num_rows, self.world.size)
+        own_indices = set(self.eval_data.usable[own_numbers].tolist())  # `Row.index` of each
+        rows_in_order = ahead_in_threads(self.eval_data.__getitem__, numbers, ROWS_AHEAD)
         rows_at_once = num_ranks * self._rows_at_once
         samples: list[dict] = []
         rows: dict[int, Row] = {}  # those that have ended and wait to be scored
         episodes: list[Episode] = []  # of these rows
         ended_rows = sample_prompts(
             self.engine,
-            open_rows(),
+            ((row.index, row) for row in rows_in_order),
             len(numbers),
             sampling,
             seed=self.seed,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 
-from common.data.protocols import Call, Code, Protocol
+from common.data.protocols import Call, Code, ToolProtocol
 from common.engine.protocol import Engine
 from common.files import shorten
 from common.flags import Rollout
@@ -56,7 +56,7 @@ class Trajectory:
     key: int  # of its episode in the queue
     episode: Episode
     row: Row
-    protocol: Protocol
+    protocol: ToolProtocol
     max_tokens: int  # of all that follows the prompt
     seed: str  # of the step: the first part of every seed
     call: Call | None = None
@@ -66,34 +66,34 @@ class Trajectory:
 class Turns:
     """Samples trajectories of several turns.
 
-    protocol: how the policy writes calls and reads replies; None: an instance of
-    `workers.protocol`. ValueError if the chat template cannot render the reply of a tool.
+    protocol: how the policy writes calls and reads replies; None: that of `tool_pool`. ValueError
+    if the chat template cannot render the reply of a tool.
     """
 
     def __init__(
         self,
         tokenizer: "transformers.PreTrainedTokenizerBase",
-        workers: ToolPool,
+        tool_pool: ToolPool,
         vision: Vision | None = None,
         flags: Rollout | None = None,
-        protocol: Protocol | None = None,
+        protocol: ToolProtocol | None = None,
     ):
         self.tokenizer = tokenizer
-        self.workers = workers
+        self.tool_pool = tool_pool
         self.vision = vision
         self.flags = flags or Rollout()
+        self.protocol = protocol or tool_pool.protocol(tokenizer)
         # Prompts for the python tool may teach programs between tags, although the model has a
         # protocol of its own: then the prompt of a row decides between the two (`protocol_of`).
         self.taught_protocol: Code | None = None
-        if protocol and workers.protocol is Code:
+        if protocol and tool_pool.protocol is Code:
             self.taught_protocol = Code(tokenizer)
-        self.protocol = protocol or workers.protocol(tokenizer)
         # Each turn waits for the slowest trajectory. The engine's batches, and with them the last
         # bits of its log-probs, are then repeatable, and ranks that share an engine submit alike.
         self.lockstep = self.flags.deterministic or self.flags.engine_parallel > 1
         # pictures are decoded while the engine samples
         self.decoders = ThreadPoolExecutor(cpus_of_rank())
-        tools = workers.tools.values()
+        tools = tool_pool.tools.values()
         self.stateful_names = {tool.name for tool in tools if tool.stateful}
         # --environment names a function, which replies as a user does
         environment = self.flags.environment
@@ -106,11 +106,11 @@ class Turns:
         for role in roles:
             self.observations.check_role(role)
         # of the reply to a program that was written in the model's own protocol
-        self.code_reply_role = "user"
+        self.own_reply_role = "user"
         if self.taught_protocol and self.observations.can_show("tool"):
-            self.code_reply_role = "tool"
+            self.own_reply_role = "tool"
 
-    def protocol_of(self, row: Row) -> Protocol:
+    def protocol_of(self, row: Row) -> ToolProtocol:
         """The protocol of a row's trajectory: that of its prompt if the prompt teaches one."""
         if not self.taught_protocol:
             return self.protocol
@@ -118,7 +118,7 @@ class Turns:
         if not isinstance(prompt, str):
             prompt = "\n".join(message["content"] for message in prompt)
         for name in row.tools:
-            if self.workers.tools[name].is_taught(prompt):
+            if self.tool_pool.tools[name].is_taught(prompt):
                 return self.taught_protocol
         return self.protocol
 
@@ -140,7 +140,7 @@ class Turns:
             if row.answer_kwargs is None:
                 continue
             self._ask_function(TRIAL, row, [{"role": "assistant", "content": row.truth}])
-            ((_, reply),) = self.workers.poll(inf)
+            ((_, reply),) = self.tool_pool.poll(inf)
             if reply.failed:
                 raise ValueError(
                     f"--environment cannot answer the truth of a row: {reply.text}; it is called "
@@ -170,8 +170,8 @@ class Turns:
 
     def _try_call(self, call: Call, transcript: Transcript, label: str) -> ToolReply:
         job = EnvironmentJob(call.name, {}, transcript)
-        self.workers.submit_job(TRIAL, call.name, job, home=TRIAL)
-        ((_, reply),) = self.workers.poll(inf)
+        self.tool_pool.submit_job(TRIAL, call.name, job, home=TRIAL)
+        ((_, reply),) = self.tool_pool.poll(inf)
         if reply.failed:
             raise ValueError(f"--environment: {label} fails on the first row: {reply.text}")
         return reply
@@ -197,18 +197,6 @@ class Turns:
         trajectories: dict[int, Trajectory] = {}
         ended_keys: list[int] = []
 
-        def begin(key: int) -> None:
-            episode = queue.episodes[key]
-            if episode.finish_reason:  # a picture of the prompt could not be read
-                ended_keys.append(key)
-                return
-            row = queue.row_of(key)
-            trajectory = Trajectory(key, episode, row, self.protocol_of(row), max_tokens, seed)
-            if row.environment is not None:
-                trajectory.call = OPENING
-            trajectories[key] = trajectory
-            proceed(trajectory)
-
         def proceed(trajectory: Trajectory) -> None:
             if trajectory.ended:
                 del trajectories[trajectory.key]
@@ -222,7 +210,10 @@ class Turns:
         replies: dict[int, ToolReply] = {}  # their pictures are being decoded
         while queue.can_take or trajectories:
             for key in queue.take():
-                begin(key)
+                row = queue.row_of(key)
+                trajectory = self.begin(key, queue.episodes[key], row, max_tokens, seed)
+                trajectories[key] = trajectory
+                proceed(trajectory)
             if engine.busy:
                 with watch("engine"):
                     for key, (completion,) in engine.step():
@@ -233,7 +224,7 @@ class Turns:
                     trajectory = trajectories[key]
                     self.take_turn(trajectory, completions.pop(key))
                     proceed(trajectory)
-            while ended_keys:  # they make room in the queue, which is read next
+            while ended_keys:  # the caller ends them in the queue, which then has room
                 yield ended_keys.pop(0)
             engine_has_work = engine.busy or queue.can_take
             with watch("tools"):
@@ -245,13 +236,22 @@ class Turns:
             while ended_keys:
                 yield ended_keys.pop(0)
 
+    def begin(self, key: int, episode: Episode, row: Row, max_tokens: int, seed: str) -> Trajectory:
+        """The trajectory of an episode of which nothing was sampled so far."""
+        trajectory = Trajectory(key, episode, row, self.protocol_of(row), max_tokens, seed)
+        if episode.finish_reason:  # a picture of the prompt could not be read
+            trajectory.ended = True
+        elif row.environment is not None:
+            trajectory.call = OPENING
+        return trajectory
+
     def _poll_tools(self, engine_has_work: bool, replies: dict[int, ToolReply]) -> None:
         """Add to `replies` those that have come, and begin to decode their pictures."""
         # Wait for a tool only if there is nothing else to do. In lock-step the first replies are of
         # no use yet.
         has_usable_replies = bool(replies) and not self.lockstep
         timeout_s = 0.0 if engine_has_work or has_usable_replies else 1.0
-        for key, reply in self.workers.poll(timeout_s):
+        for key, reply in self.tool_pool.poll(timeout_s):
             reply.pictures = self.decoders.submit(self.observations.open_pictures, reply)
             replies[key] = reply
         if not engine_has_work:
@@ -264,7 +264,7 @@ class Turns:
         if not self.lockstep:
             return [key for key in sorted(replies) if replies[key].pictures.done()]
         # all together, and after new prompts: a fast reply must not overtake them
-        if engine_has_work or self.workers.pending:
+        if engine_has_work or self.tool_pool.pending:
             return []
         return sorted(replies)
 
@@ -333,23 +333,23 @@ class Turns:
         if call is OPENING or call is CLOSING:
             self._ask_environment(trajectory)
             return
-        tools = {name: self.workers.tools[name] for name in row.tools}
+        tools = {name: self.tool_pool.tools[name] for name in row.tools}
         tool = find_tool(tools, call.name)
         if tool and tool.stateful:
             self._ask_environment(trajectory)
         else:
             self._ask_tool(trajectory, tool)
 
-    def _ask_function(self, key: int, row: Row, replies: list[dict]) -> None:
-        """Let the function reply to the prompt and the `replies` to it."""
+    def _ask_function(self, key: int, row: Row, dialogue: list[dict]) -> None:
+        """Let the function reply. dialogue: the messages that follow the prompt."""
         prompt = row.prompt
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         kwargs = dict(row.answer_kwargs)
         ground_truth = kwargs.pop("ground_truth", row.ground_truth)
-        messages = with_replies(prompt, replies)
+        messages = with_replies(prompt, dialogue)
         job = FunctionJob(messages, ground_truth, kwargs)
-        self.workers.submit_job(key, FUNCTION_REPLY.name, job)
+        self.tool_pool.submit_job(key, FUNCTION_REPLY.name, job)
 
     def _ask_environment(self, trajectory: Trajectory) -> None:
         """Submit the call with the earlier ones: if the environment's process has died, they are
@@ -371,7 +371,7 @@ class Turns:
         )
         job = EnvironmentJob(call.name, call.arguments, transcript)
         # home: always the process that holds this environment
-        self.workers.submit_job(key, call.name, job, home=key)
+        self.tool_pool.submit_job(key, call.name, job, home=key)
 
     def _ask_tool(self, trajectory: Trajectory, tool: Tool | None) -> None:
         """Submit the call with the pictures so far and the earlier calls."""
@@ -390,7 +390,7 @@ class Turns:
             context |= vars(self.vision.limits)  # min_pixels, max_pixels, max_frame_pixels, cell
         context["seed"] = f"{trajectory.seed}/{episode.prompt_index}/{episode.sample_index}"
         kwargs = row.tools[tool.name] if tool else {}
-        self.workers.submit(trajectory.key, call, context, kwargs)
+        self.tool_pool.submit(trajectory.key, call, context, kwargs)
 
     # --- replies ---
 
@@ -437,11 +437,10 @@ class Turns:
         """Append a tool's reply, or the function's, to the trajectory. Returns whether the
         trajectory goes on."""
         episode = trajectory.episode
-        has_choice = self.taught_protocol is not None
-        is_taught = trajectory.protocol is self.taught_protocol
-        if has_choice and not is_taught and call is not FUNCTION_REPLY:
+        is_own = trajectory.protocol is self.protocol
+        if self.taught_protocol and is_own and call is not FUNCTION_REPLY:
             # a program in the model's own protocol, whose template must show the reply
-            reply = replace(reply, role=self.code_reply_role)
+            reply = replace(reply, role=self.own_reply_role)
         reply, pictures = self._decode(call, reply)
         if reply.failed:
             self.fail(episode, call, reply.text)

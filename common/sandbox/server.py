@@ -40,12 +40,17 @@ PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 libc = ctypes.CDLL(None, use_errno=True)
 BYTES_HEAD = sys.getsizeof(b"")
-MORE_BLOCKS = (
-    1000  # of each size; with 100 the first child of a server had other addresses at times
-)
+# of each size, beside the free ones; with 100 the first child of a server had other addresses at
+# times
+MORE_BLOCKS = 1000
+# indices of fields of /proc/PID/stat, counted from the state on
+STATE = 0
+PARENT = 1
+NUM_THREADS = 17
+STILL_STATES = {b"T", b"t", b"Z", b"X"}  # of a thread: stopped, traced, or ended
 
 
-def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
+def serve(folder: str, mounts: str, memory_gib: str, program_filter: str) -> None:
     """Take the trainer's orders until it is gone. "done" says that the server has started, and
     answers "new", with a socket, and "kill". If it kills a child by itself, it sends the reason.
 
@@ -53,24 +58,26 @@ def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
     claimed to be done.
 
     folder: where a program may write; wiped after each trajectory, but for what is mounted there
-    (`kept`, paths with ":" between them). program_filter: hexadecimal; "" without a sandbox.
+    (`mounts`, paths with ":" between them). program_filter: hexadecimal; "" without a sandbox.
     """
     control = socket.socket(fileno=0)
     confined = bool(program_filter)
-    kept = kept.split(":") if kept else []
+    kept = mounts.split(":") if mounts else []
     guard(confined)
     preload()
     warm_up(folder, kept, confined)
+    # A child uses up its own copy of the iterator, which is made here: `fill` allocates nothing of
+    # its own. The list keeps what the child has filled.
     fillers = fillers_of(count_free_blocks(folder))
-    filling = iter(fillers)
+    filler_iterator = iter(fillers)
     limits = limits_of_child(float(memory_gib))
     control.send(b"done")
     child = 0
     stopped = False
     while True:
-        watched = child and confined and not stopped
-        readable, _, _ = select.select([control], [], [], CHECK_S if watched else None)
-        if watched:
+        is_watched = child > 0 and confined and not stopped
+        readable, _, _ = select.select([control], [], [], CHECK_S if is_watched else None)
+        if is_watched:
             excess = excess_of(child, folder)
             if excess:
                 control.send(excess.encode())
@@ -89,6 +96,7 @@ def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
             stopped = False
             signal_children(signal.SIGCONT)
             continue
+        # "new" or "kill"
         end_children(confined)
         wipe(folder, kept)
         stopped = False
@@ -96,8 +104,8 @@ def serve(folder: str, kept: str, memory_gib: str, program_filter: str) -> None:
         if message == b"new":
             child = os.fork()
             if not child:
-                fill(filling)
-                be_child(sockets[0], folder, limits, bytes.fromhex(program_filter))
+                fill(filler_iterator)
+                run_child(sockets[0], folder, limits, bytes.fromhex(program_filter))
         for number in sockets:
             os.close(number)
         control.send(b"done")
@@ -151,7 +159,7 @@ def excess_of(child: int, folder: str) -> str:
     if space.f_files - space.f_ffree > MAX_FILES:
         return f"more than {MAX_FILES} files"
     with contextlib.suppress(OSError):
-        if int(fields_of(child)[17]) > MAX_THREADS:
+        if int(fields_of(child)[NUM_THREADS]) > MAX_THREADS:
             return f"more than {MAX_THREADS} threads"
     return ""
 
@@ -167,8 +175,8 @@ def is_running(process: int) -> bool:
     with contextlib.suppress(OSError):
         states = set()
         for thread in os.listdir(f"/proc/{process}/task"):
-            states.add(fields_of(f"{process}/task/{thread}")[0])
-        return not states <= {b"T", b"t", b"Z", b"X"}
+            states.add(fields_of(f"{process}/task/{thread}")[STATE])
+        return not states <= STILL_STATES
     return False
 
 
@@ -177,7 +185,7 @@ def signal_children(number: int) -> bool:
     children: dict[int, list[int]] = {}
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
-            parent = int(fields_of(process)[1])
+            parent = int(fields_of(process)[PARENT])
             children.setdefault(parent, []).append(int(process))
     family = children.get(os.getpid(), [])
     any_running = False
@@ -196,13 +204,14 @@ def stop_children(confined: bool) -> None:
     Two looks in a row must see nothing run: a single one overlooks a process whose parent ends
     meanwhile, and which is nobody's child then.
     """
-    end = time.monotonic() + STOP_S
+    deadline = time.monotonic() + STOP_S
     num_still = 0
     while num_still < 2:
-        num_still += 1
         if signal_children(signal.SIGSTOP):
             num_still = 0
-        if time.monotonic() > end:
+        else:
+            num_still += 1
+        if time.monotonic() > deadline:
             end_children(confined)
         time.sleep(0.001)
 
@@ -291,8 +300,8 @@ def fill(fillers: Iterator[tuple[list, Iterator]]) -> None:
     what the server has done before, and so would the addresses of a program's objects.
     """
     gc.collect()  # also empties the free lists of Python's types
-    for kept, blocks in fillers:
-        kept.extend(blocks)
+    for filler, blocks in fillers:
+        filler.extend(blocks)
 
 
 def limits_of_child(memory_gib: float) -> dict[str, int]:
@@ -312,7 +321,7 @@ def prctl(*arguments) -> None:
         raise OSError(ctypes.get_errno(), f"prctl {arguments[0]}")
 
 
-def be_child(fd: int, folder: str, limits: dict[str, int], program_filter: bytes) -> None:
+def run_child(fd: int, folder: str, limits: dict[str, int], program_filter: bytes) -> None:
     """Give up the terminal, and all descriptors but the socket; set the limits; if confined, set
     the filter of system calls; then run block after block. Never returns."""
     try:

@@ -46,7 +46,6 @@ SELECT = Tool(
     "select_frames", visual.select_frames, visual.SELECT_SCHEMA, role="user", trusted=True
 )
 BUILT_IN = {CROP.name: [CROP], SELECT.name: [SELECT], "visual": [CROP, SELECT]}
-NOT_PLAIN = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isclass)
 
 
 # --- which tools exist ---
@@ -75,16 +74,21 @@ def load_tools(spec: str, environment: str | None = None) -> dict[str, Tool]:
             tools[tool.name] = tool
     if environment and is_class(environment):
         schemas = method_schemas(environment)
-        # if one that is not replayable dies, its sample is lost, whatever the policy has called
-        trusted = not getattr(load_environment(environment), "replayable", True)
+        is_replayable = getattr(load_environment(environment), "replayable", True)
         duplicates = sorted(tools.keys() & schemas.keys())
         if duplicates:
             raise ValueError(
                 f"--environment {environment}: {', '.join(duplicates)} is one of --tools, too"
             )
         for name, schema in schemas.items():
-            # the function is never called: a worker finds the method in a live environment
-            tools[name] = Tool(name, print, schema, trusted=trusted, stateful=True)
+            tools[name] = Tool(
+                name,
+                print,  # never called: a worker finds the method in a live environment
+                schema,
+                # one whose calls cannot be repeated costs the sample when it dies
+                trusted=not is_replayable,
+                stateful=True,
+            )
     return tools
 
 
@@ -103,7 +107,8 @@ def user_tool(spec: str) -> Tool:
     without the latter a schema is made from its signature."""
     function = load_function(spec, "--tools")
     try:
-        if any(is_kind(function) for is_kind in NOT_PLAIN):
+        is_special = inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)
+        if is_special or inspect.isclass(function):
             raise ValueError("must be a plain function, not a class, generator or coroutine")
         schema = getattr(function, "schema", None)
         if not schema:
@@ -263,15 +268,18 @@ def as_reply(fields: dict, tool: Tool) -> ToolReply:
 
 
 class Caller:
-    """A worker's handler: turns a job into the fields of a reply."""
+    """A worker's handler: turns a job into the fields of a reply.
 
-    def __init__(self, spec: str):
-        config = json.loads(spec)
-        self.tools = load_tools(config["tools"])
-        self.methods = config["methods"]  # {name: schema} of the environment's tools
+    config: JSON of {"tools": --tools, "environment": --environment, "methods": see below}.
+    """
+
+    def __init__(self, config: str):
+        flags = json.loads(config)
+        self.tools = load_tools(flags["tools"])
+        self.methods = flags["methods"]  # {name: schema} of the environment's tools
         self.live: LiveEnvironments | None = None
         self.function: Callable | None = None
-        environment = config["environment"]
+        environment = flags["environment"]
         if environment and is_class(environment):
             self.live = LiveEnvironments(environment, self.call_method)
         elif environment:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from common.data.protocols import Call, Hermes, Protocol
+from common.data.protocols import Call, Hermes, ToolProtocol
 from common.distributed import broadcast_object
 from common.tools import Caller, ToolJob, as_reply, find_tool, load_tools
 from common.types import Tool, ToolReply, error_text
@@ -28,7 +28,7 @@ class ToolPool:
     ranks submit the same jobs and poll equally often, as turns in lock-step do.
     """
 
-    protocol: type[Protocol] = Hermes  # of the policies that call them
+    protocol: type[ToolProtocol] = Hermes  # of the policies that call them
 
     def __init__(
         self,

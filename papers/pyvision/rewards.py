@@ -18,7 +18,15 @@ from fractions import Fraction
 
 from common.rewards.answers import MAX_CHARACTERS, normalize
 from common.rewards.math import last_boxed, truth_text
-from common.rewards.visual_qa import option, plain, quantity, same, same_formula, says_same, unboxed
+from common.rewards.visual_qa import (
+    option,
+    plain,
+    quantity,
+    same_formula,
+    same_plain,
+    says_same,
+    unboxed,
+)
 from papers.pyvision.judge import Judge, open_judge
 from papers.pyvision.judge_prompt import Case
 from papers.pyvision.tir_bench import tir_bench_reward
@@ -185,7 +193,7 @@ def by_rules(answer: str, truth: str, options: list[str]) -> float | None:
     plain_truth = plain(truth)
     if says_same(answer, truth) or same_formula(answer, truth):
         return 1.0
-    if any(same(plain_answer, plain(other)) for other in options):
+    if any(same_plain(plain_answer, plain(other)) for other in options):
         return 0.0
     letter, _ = option(plain_answer)
     true_letter, _ = option(plain_truth)

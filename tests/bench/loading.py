@@ -125,7 +125,7 @@ def measure(args: Args) -> None:
     world, kind = init_world(), args.only
     mesh = make_mesh(world, "ddp" if kind == "ddp" else "fsdp")
     wrap = partial(
-        wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, own_stay_whole=kind == "LoRA"
+        wrap_model, mesh=mesh, compute_dtype=torch.bfloat16, shards_own_parameters=kind != "LoRA"
     )
     options: dict = {"wrap": wrap, "model_class": Critic if kind == "critic" else Policy}
     if kind == "LoRA":

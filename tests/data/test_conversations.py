@@ -21,7 +21,7 @@ from vl import build_tokenizer as build_vl_tokenizer
 from common.assets.build.tiny import build_tokenizer
 from common.data.conversations import Conversations, conversation_episodes
 from common.data.formats import is_silent, read_conversation, tool_call_message, unread_keys
-from common.data.protocols import CLOSE, OPEN, Call, Hermes
+from common.data.protocols import CALL_CLOSE, CALL_OPEN, Call, Hermes
 from common.data.render import end_turns_properly
 from common.data.rows import RowFiles
 from common.distributed import World
@@ -766,7 +766,7 @@ def test_sharegpt_with_system_and_observation(tokenizer):
     ]
     system, question, said, *others = (m["content"] for m in conversation.messages)
     assert (system, question, *others) == ("S", "q", "R", "a")
-    assert said == f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}", (
+    assert said == f"{CALL_OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CALL_CLOSE}", (
         "what a policy has to say"
     )
     assert Hermes.find_call(said) == Call("add", call["arguments"])

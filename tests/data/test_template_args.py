@@ -106,5 +106,5 @@ def test_greedy_evaluations_of_a_model_that_asks_for_sampling(
     monkeypatch.setattr(opening, "say", said.append)
     if config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    opening.note_sampling(tmp_path)
+    opening.print_eval_advice(tmp_path)
     assert [line.endswith(advice) for line in said] == [True] * bool(advice)

@@ -16,7 +16,7 @@ from helpers import LITTLE_CACHE, prompts_of, run_script
 
 from common.assets.build import mosaic, tiny_vl
 from common.data.conversations import Conversations
-from common.data.protocols import OPEN, Hermes
+from common.data.protocols import CALL_OPEN, Hermes
 from common.data.render import DEFAULT_SYSTEM
 from common.hub import FOLDERS, load_tokenizer
 from common.pictures import PixelLimits, decode
@@ -262,7 +262,7 @@ def test_what_the_policy_knows(demo, tmp_path):
     for sample in samples:
         scene = scenes[sample["row"]]
         for turn in sample["trajectory"].split("<|im_end|>"):
-            attempts += OPEN in turn
+            attempts += CALL_OPEN in turn
             if (call := Hermes.find_call(turn)) and not call.error:
                 parsed += 1
                 reply = reply_to(turn, scene)

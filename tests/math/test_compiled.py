@@ -278,7 +278,7 @@ def test_adapted_layers_are_compiled_once(tmp_path, world, graphs, compiler):
     load_model(str(tmp_path), "sdpa", from_scratch=True).model.save_pretrained(tmp_path)
     options = {"lora_flags": Machine(lora_rank=16), "seed": 1}
     mesh = make_mesh(world, "fsdp")
-    wrap = partial(wrap_model, mesh=mesh, compute_dtype=torch.float32, own_stay_whole=True)
+    wrap = partial(wrap_model, mesh=mesh, compute_dtype=torch.float32, shards_own_parameters=False)
     plain = load_model(str(tmp_path), "sdpa", **options)
     policy = load_model(str(tmp_path), "flex", compile_layers=True, wrap=wrap, **options)
     for model in (plain, policy):

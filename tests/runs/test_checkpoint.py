@@ -745,13 +745,18 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, world, capsys):
     Job.leave_if_finished(run, 20)
     assert capsys.readouterr().out == ""
     config.touch()
-    with pytest.raises(SystemExit) as end:
-        Job.leave_if_finished(run, 20)
-    assert end.value.code == 0
-    assert capsys.readouterr().out == (
-        f"nothing left to do: {checkpoint} has all 20 steps, {tmp_path}/model is the model; "
-        "more steps: --total-steps\n"
-    )
+    for is_linked in (False, True):
+        if is_linked:  # checkpoints/ is on another disk
+            (tmp_path / "disk").mkdir()
+            (tmp_path / "checkpoints").rename(tmp_path / "disk/checkpoints_of_run")
+            (tmp_path / "checkpoints").symlink_to(tmp_path / "disk/checkpoints_of_run")
+        with pytest.raises(SystemExit) as end:
+            Job.leave_if_finished(run, 20)
+        assert end.value.code == 0
+        assert capsys.readouterr().out == (
+            f"nothing left to do: {checkpoint} has all 20 steps, {tmp_path}/model is the model; "
+            "more steps: --total-steps\n"
+        )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

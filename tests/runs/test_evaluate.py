@@ -6,6 +6,7 @@ import weakref
 from itertools import combinations
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -175,6 +176,10 @@ class Rows(list):
         super().__init__(texts)
         self.tokenizer = tokenizer
         self.open = weakref.WeakSet()
+
+    @property
+    def usable(self):
+        return np.arange(len(self)) * self.apart
 
     def __getitem__(self, i):
         text, truth = super().__getitem__(i)

@@ -113,15 +113,15 @@ def test_the_moments_have_their_place_when_an_update_needs_them(case, world, off
     made = case(offload=offload)
     num_parameters = sum(p.numel() for p in made.policy.parameters())
     allocated = []  # (numbers, whether there are gradients)
-    plain = GuardedAdamW.missing_moments
+    plain = GuardedAdamW.reserve_moments
 
-    def missing_moments(self):
+    def reserve_moments(self):
         tensors = plain(self)
         has_gradients = any(p.grad is not None for p in self.model.parameters())
         allocated.append((sum(t.numel() for t in tensors), has_gradients))
         return tensors
 
-    monkeypatch.setattr(GuardedAdamW, "missing_moments", missing_moments)
+    monkeypatch.setattr(GuardedAdamW, "reserve_moments", reserve_moments)
     rehearse(made, world)
     assert allocated == [(2 * num_parameters, offload)]
 
@@ -131,7 +131,7 @@ def test_moments_on_the_device_are_not_reserved_again(case):
     for parameter in made.policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     made.adamw.step(0.0)
-    assert made.adamw.missing_moments() == []
+    assert made.adamw.reserve_moments() == []
 
 
 def test_micro_batches_are_halved_until_they_fit(case, world, tmp_path, capsys):

@@ -52,7 +52,7 @@ def open_turns(tokenizer, tmp_path):
 
 
 def game_row(turns, **columns):
-    the_row = row(turns.tokenizer, tools=list(turns.workers.tools))
+    the_row = row(turns.tokenizer, tools=list(turns.tool_pool.tools))
     the_row.environment, the_row.messages = columns, the_row.prompt
     return the_row
 
@@ -164,7 +164,9 @@ def test_chances_are_the_same_in_every_process(open_turns):
         game_row(turns),
         n=9,
     )
-    assert len({e.calls[0]["text"] for e in episodes}) == 1 and len(turns.workers.pool.workers) > 1
+    assert (
+        len({e.calls[0]["text"] for e in episodes}) == 1 and len(turns.tool_pool.pool.workers) > 1
+    )
     (second,) = {e.calls[1]["text"] for e in episodes[:8]}
     assert second != episodes[0].calls[0]["text"], "each call has chances of its own"
     assert episodes[8].finish_reason == "stop", "made again, it is the same"
@@ -267,7 +269,7 @@ def test_close_is_called_once_however_it_ends(open_turns, tmp_path, ending):
 
         with pytest.raises(KeyboardInterrupt), deadline(60):
             run([["a"]], turns, the_row, n=1, engine=Interrupted(turns.tokenizer, [["a"]]))
-        turns.workers.close()
+        turns.tool_pool.close()
         assert log.read_text().split() == ["reset", "close"]
         return
     (episode,), _ = run([[call("roll", die=die), "end"]], turns, game_row(turns, log=str(log)), n=1)
@@ -297,9 +299,9 @@ def test_a_hanging_close_does_not_hold_up_the_end(open_turns):
             n=5,
             engine=Interrupted(turns.tokenizer, [["a"]] * 5),
         )
-    pids = [worker.process.pid for worker in turns.workers.pool.workers]
+    pids = [worker.process.pid for worker in turns.tool_pool.pool.workers]
     start = time.monotonic()
-    turns.workers.close()
+    turns.tool_pool.close()
     assert time.monotonic() - start < 5 * 2.5 and len(pids) > 1
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -368,7 +370,7 @@ KEYWORD = """
 def test_a_method_may_have_keyword_arguments_and_any_name(open_turns):
     """Even that of what else is called."""
     turns = open_turns(KEYWORD, max_turns=9)
-    schema = turns.workers.tools["answer"].schema["function"]["parameters"]
+    schema = turns.tool_pool.tools["answer"].schema["function"]["parameters"]
     assert schema["properties"]["word"] == {"type": "string", "description": "it."}
     the_row = game_row(turns)
     (episode,), _ = run([[call("answer", word="a", loud=True), "end"]], turns, the_row, n=1)
@@ -414,7 +416,7 @@ def test_the_policy_cannot_call_what_is_not_its(open_turns):
     ]
     (episode,), _ = run(
         [script],
-        Turns(turns.tokenizer, turns.workers, flags=Rollout(max_turns=9, max_tool_errors=9)),
+        Turns(turns.tokenizer, turns.tool_pool, flags=Rollout(max_turns=9, max_tool_errors=9)),
         game_row(turns, extra_info={"secret": 1}),
         n=1,
     )
@@ -446,7 +448,7 @@ def test_many_trajectories_share_few_processes(open_turns):
     rolls = list(range(9, -1, -1))
     episodes, _ = run([[call("roll")] * n + ["end"] for n in rolls], turns, game_row(turns), n=10)
     assert [e.turns for e in episodes] == [n + 1 for n in rolls] and len(
-        turns.workers.pool.workers
+        turns.tool_pool.pool.workers
     ) == 2
     assert [e.environment_reward for e in episodes] == [n + 2 for n in rolls], (
         "each has a state of its own"
@@ -533,7 +535,7 @@ TALK = """
 
 
 def talk_row(turns, **kwargs):
-    the_row = row(turns.tokenizer, tools=list(turns.workers.tools))
+    the_row = row(turns.tokenizer, tools=list(turns.tool_pool.tools))
     the_row.answer_kwargs = kwargs
     return the_row
 

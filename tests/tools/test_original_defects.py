@@ -138,7 +138,7 @@ def test_the_numbers_that_are_announced_are_those_that_crops_take():
 
 
 def test_too_many_pictures_end_a_trajectory_without_losing_its_turn(vision, turns):
-    few = Turns(turns.tokenizer, turns.workers, vision, flags=Rollout(max_images=1))
+    few = Turns(turns.tokenizer, turns.tool_pool, vision, flags=Rollout(max_images=1))
     said = CROP.format([0.1, 0.1, 0.5, 0.5], 1)
     ((episode,), _) = run([[said, "never"]], few, image_row(turns))
     assert episode.finish_reason == "max_images" and set(episode.loss_mask) == {1}

@@ -16,7 +16,7 @@ import pytest
 from helpers import deadline
 from PIL import Image
 
-from common.data.protocols import CLOSE, OPEN, Call, Hermes
+from common.data.protocols import CALL_CLOSE, CALL_OPEN, Call, Hermes
 from common.pictures import decode, encode, shown_size
 from common.tools import find_tool, load_tools, visual
 from common.tools.pools import ToolWorkers
@@ -370,14 +370,14 @@ CROP_CALL = '{"name": "crop", "arguments": {"bbox_2d": [0.1, 0.2, 0.5, 1], "targ
 @pytest.mark.parametrize(
     "text",
     [
-        f"I look.{OPEN}{CROP_CALL}{CLOSE}",
-        f"{OPEN}\n{CROP_CALL}\n{CLOSE} \n\t\n",
-        f"{OPEN}{{}}{CLOSE} and {OPEN}\n{CROP_CALL}\n{CLOSE}",
-        f"{OPEN}{OPEN}{CROP_CALL}{CLOSE}",
-        f"{OPEN}{CROP_CALL}{CLOSE}{CLOSE}",
-        OPEN
+        f"I look.{CALL_OPEN}{CROP_CALL}{CALL_CLOSE}",
+        f"{CALL_OPEN}\n{CROP_CALL}\n{CALL_CLOSE} \n\t\n",
+        f"{CALL_OPEN}{{}}{CALL_CLOSE} and {CALL_OPEN}\n{CROP_CALL}\n{CALL_CLOSE}",
+        f"{CALL_OPEN}{CALL_OPEN}{CROP_CALL}{CALL_CLOSE}",
+        f"{CALL_OPEN}{CROP_CALL}{CALL_CLOSE}{CALL_CLOSE}",
+        CALL_OPEN
         + json.dumps({"name": "crop", "arguments": json.dumps(json.loads(CROP_CALL)["arguments"])})
-        + CLOSE,
+        + CALL_CLOSE,
     ],
 )
 def test_calls(text):
@@ -387,7 +387,15 @@ def test_calls(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "\\boxed{B}", f"{OPEN}{CROP_CALL}", f"{OPEN}{CROP_CALL}{CLOSE}.", CLOSE[:-1]]
+    "text",
+    [
+        "",
+        " ",
+        "\\boxed{B}",
+        f"{CALL_OPEN}{CROP_CALL}",
+        f"{CALL_OPEN}{CROP_CALL}{CALL_CLOSE}.",
+        CALL_CLOSE[:-1],
+    ],
 )
 def test_no_calls(text):
     assert Hermes.find_call(text) is None
@@ -418,16 +426,16 @@ def test_no_calls(text):
     ],
 )
 def test_malformed_calls(body, error):
-    call = Hermes.find_call(f"{OPEN}{body}{CLOSE}")
+    call = Hermes.find_call(f"{CALL_OPEN}{body}{CALL_CLOSE}")
     assert error in call.error and call == Call(error=call.error)
-    assert Hermes.find_call(body + CLOSE).error == f"{CLOSE} without {OPEN}"
+    assert Hermes.find_call(body + CALL_CLOSE).error == f"{CALL_CLOSE} without {CALL_OPEN}"
 
 
 PIECES = [
-    OPEN,
-    CLOSE,
-    OPEN[:-1],
-    CLOSE[1:],
+    CALL_OPEN,
+    CALL_CLOSE,
+    CALL_OPEN[:-1],
+    CALL_CLOSE[1:],
     " ",
     "\n",
     "\0",
@@ -464,10 +472,10 @@ def check_strings(count: int, seed: int) -> None:
                 "".join(rng.choices(PIECES, k=2)),
                 {rng.choice(PIECES): rng.choice([1, -0.5, None, "x"])},
             )
-            body += f"{OPEN}{json.dumps({'name': name, 'arguments': arguments})}"
-        text = body + rng.choice([CLOSE, CLOSE, f"{CLOSE}\n", ""])
+            body += f"{CALL_OPEN}{json.dumps({'name': name, 'arguments': arguments})}"
+        text = body + rng.choice([CALL_CLOSE, CALL_CLOSE, f"{CALL_CLOSE}\n", ""])
         call = Hermes.find_call(text)
-        assert (call is None) == (not text.rstrip().endswith(CLOSE)), text
+        assert (call is None) == (not text.rstrip().endswith(CALL_CLOSE)), text
         if call and not call.error:
             good += 1
             assert isinstance(call.name, str) and isinstance(call.arguments, dict)
@@ -488,7 +496,17 @@ def test_many_strings_made_to_break_the_parser(seed):
 
 @pytest.mark.parametrize(
     "pieces",
-    [OPEN, OPEN + "{", OPEN + CLOSE, CLOSE, OPEN[:-1], CLOSE[:-1], *" [9\\", '{"a":', '"\\'],
+    [
+        CALL_OPEN,
+        CALL_OPEN + "{",
+        CALL_OPEN + CALL_CLOSE,
+        CALL_CLOSE,
+        CALL_OPEN[:-1],
+        CALL_CLOSE[:-1],
+        *" [9\\",
+        '{"a":',
+        '"\\',
+    ],
 )
 def test_parsing_takes_linear_time(pieces):
     """A deadline that quadratic time would miss by hours; `pieces` at either end, inside a call and
@@ -498,13 +516,13 @@ def test_parsing_takes_linear_time(pieces):
             filling = pieces * (size // len(pieces))
             for text in (
                 filling,
-                filling + CLOSE,
-                OPEN + filling + CLOSE,
-                OPEN + CROP_CALL + filling,
-                CLOSE + filling,
+                filling + CALL_CLOSE,
+                CALL_OPEN + filling + CALL_CLOSE,
+                CALL_OPEN + CROP_CALL + filling,
+                CALL_CLOSE + filling,
             ):
                 Hermes.find_call(text)
-            assert Hermes.find_call(filling + OPEN + CROP_CALL + CLOSE).name == "crop"
+            assert Hermes.find_call(filling + CALL_OPEN + CROP_CALL + CALL_CLOSE).name == "crop"
 
 
 # ---------------------------------------------------------------- replies
@@ -569,7 +587,7 @@ def test_no_such_tool_and_no_valid_call(start, names, role, message):
     assert unknown == ToolReply(
         message.format(f"there is no tool 'crop', but {offered}"), error=True, role=role
     )
-    malformed = answer(tools, Hermes.find_call(f"{OPEN}{{}}{CLOSE}"))
+    malformed = answer(tools, Hermes.find_call(f"{CALL_OPEN}{{}}{CALL_CLOSE}"))
     assert (
         malformed.error
         and malformed.role == role

@@ -143,7 +143,7 @@ def make_models(
     for model in models.values():
         layers = repeated_blocks(model)
         if mesh:
-            wrap_model(model, mesh, dtype, own_stay_whole=lora)
+            wrap_model(model, mesh, dtype, shards_own_parameters=not lora)
         if lora:
             add_adapters(model.model, layers, Machine(lora_rank=4, lora_alpha=8.0))
         for _, layer in adapters(model):

@@ -34,7 +34,7 @@ import common.packages  # noqa: F401, one line if a package is missing
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common.assets.build.mosaic import LIMITS, Scene, center, other_cell, scenes, write_rows
-from common.data.protocols import CLOSE, OPEN, Hermes
+from common.data.protocols import CALL_CLOSE, CALL_OPEN, Hermes
 from common.data.render import DEFAULT_SYSTEM
 from common.flags import call_program
 from common.hub import FOLDERS
@@ -189,7 +189,7 @@ def box_around(cell: tuple[int, int]) -> Box:
 def call_text(box: Box) -> str:
     numbers = ", ".join(f"{value:.2f}" for value in box)
     arguments = f'{{"bbox_2d": [{numbers}], "target_image": 1}}'
-    return f'{OPEN}{{"name": "{CROP.name}", "arguments": {arguments}}}{CLOSE}'
+    return f'{CALL_OPEN}{{"name": "{CROP.name}", "arguments": {arguments}}}{CALL_CLOSE}'
 
 
 def trace(
