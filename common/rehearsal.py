@@ -90,11 +90,12 @@ class Rehearsal:
         outcome = FITS
         reset_peak(self.world.device)
         try:
-            # they take the place of Adam's moments, which are there at each update but the first
+            # Adam makes its moments in the first step; until then empty tensors stand for them
             moments = [adamw.missing_moments() for adamw in self.optimizers if not adamw.offload]
             yield minibatch
             for adamw in self.optimizers:
-                if adamw.offload:  # its moments are there for the optimizer's step alone
+                if adamw.offload:
+                    # made for the peak alone: its moments are here only during its own step
                     adamw.missing_moments()
             left_gb = left_at_peak_gb(self.world.device)
             del moments
@@ -188,8 +189,11 @@ class Rehearsal:
 
 
 def outcomes_of_ranks(outcome: str, world: World) -> set[str]:
-    """The outcomes of all ranks, each once. They come through the store: a rank may wait in a
-    collective for one that has run out of memory, which reads "no answer" in the end."""
+    """The outcomes of all ranks, each once.
+
+    They come through the store: a rank may hang in a collective without the one that has run out
+    of memory. That one waits PATIENCE_S for its outcome, and takes "no answer" for it.
+    """
     if world.size == 1:
         return {outcome}
     store = dist.distributed_c10d._get_default_store()
