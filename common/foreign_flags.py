@@ -80,8 +80,8 @@ def refuse_foreign_flags(
     refusals: dict[str, str] = {}  # {flag or key: its answer}
     unknown: dict[str, str] = {}  # these alone are left to tyro, which names the nearest flag
     for argument, previous, following in neighbours(arguments):
-        has_value = previous.startswith("--") and "=" not in previous and previous not in switches
-        key = None if has_value else KEY_OF_VERL.fullmatch(argument)
+        is_value = previous.startswith("--") and "=" not in previous and previous not in switches
+        key = None if is_value else KEY_OF_VERL.fullmatch(argument)
         if key:
             refusals[key[1]] = answers.get(flag(key[1]), f"nothing that we know of{SEE_PAGE}")
             continue
@@ -133,6 +133,7 @@ def refusal_text(refusals: dict[str, str], switches: set[str]) -> str:
 def all_answers(script_flags: set[str], rollout_flags: set[str]) -> dict[str, str]:
     """{flag: which scripts have it, or what it is here}. An answer with a flag that this script
     lacks says which ones have that."""
+    # {flag: "grpo.py has it"}
     owners = dict.fromkeys(rollout_flags, "grpo.py, ppo.py, curiosity_rl.py and distill.py have it")
     for name, scripts in SCRIPTS_WITH.items():
         verb = "have" if " and " in scripts else "has"
