@@ -77,17 +77,18 @@ def exchange(
     """`sampled` and `trained` of this rank once each prompt is on its rank, sorted. A prompt that
     has no rank stays."""
     trained_of = {episode.sample: episode for episode in trained}  # a copy, if it is masked
-    staying: list[tuple[Episode, Episode | None]] = []
-    leaving: list[tuple[Episode, Episode | None]] = []
+    # (sampled episode, the one to train on, if there is one)
+    pairs_here: list[tuple[Episode, Episode | None]] = []
+    departures: list[tuple[Episode, Episode | None]] = []
     for episode in sampled:
         pair = (episode, trained_of.get(episode.sample))
         if rank_of.get(episode.prompt_index, world.rank) == world.rank:
-            staying.append(pair)
+            pairs_here.append(pair)
         else:
-            leaving.append(pair)
-    for pairs in gather_objects(leaving):
-        for pair in pairs:
+            departures.append(pair)
+    for departures_of_rank in gather_objects(departures):
+        for pair in departures_of_rank:
             if rank_of[pair[0].prompt_index] == world.rank:
-                staying.append(pair)
-    staying.sort(key=lambda pair: pair[0].sample)
-    return [e for e, _ in staying], [e for _, e in staying if e is not None]
+                pairs_here.append(pair)
+    pairs_here.sort(key=lambda pair: pair[0].sample)
+    return [e for e, _ in pairs_here], [e for _, e in pairs_here if e is not None]

@@ -137,8 +137,15 @@ class _Compare(torch.autograd.Function):
     def backward(ctx, grad_divergence: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         # With p = softmax(z), and s = p * dD/dp, the weighted derivatives:
         # dD/dz = s - p * sum(s), where sum(s) is the mean derivative
-        hidden, weight, teacher_hidden, teacher_weight, *statistics = ctx.saved_tensors
-        logsumexp, teacher_logsumexp, mean_derivative = (values[:, None] for values in statistics)
+        (
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            logsumexp,
+            teacher_logsumexp,
+            mean_derivative,
+        ) = ctx.saved_tensors
         student = Prediction(hidden, weight, *ctx.student_options)
         teacher = Prediction(teacher_hidden, teacher_weight, *ctx.teacher_options)
         num_words = min(len(weight), len(teacher_weight))
@@ -151,11 +158,11 @@ class _Compare(torch.autograd.Function):
             # written once.
             for words in _slices(num_words, len(hidden), hidden.device):
                 logits = student.scaled_logits(words=words)
-                logp = logits - logsumexp
+                logp = logits - logsumexp[:, None]
                 _, weighted_derivatives = ctx.terms(
-                    logp, teacher.scaled_logits(words=words) - teacher_logsumexp
+                    logp, teacher.scaled_logits(words=words) - teacher_logsumexp[:, None]
                 )
-                grad_logits = weighted_derivatives - logp.exp() * mean_derivative
+                grad_logits = weighted_derivatives - logp.exp() * mean_derivative[:, None]
                 grad_logits *= grad_divergence[:, None]
                 grad_products = (grad_logits * student.slope(logits)).to(hidden.dtype)
                 grad_hidden += grad_products @ weight[words].to(hidden.dtype)

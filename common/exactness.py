@@ -116,8 +116,9 @@ def exact_attention(model: nn.Module, attention: str, machine: Machine) -> str:
 def choose_compile(
     model: nn.Module, attention: str, machine: Machine, device: torch.device
 ) -> tuple[bool, str]:
-    """Whether the layers of a model are compiled, and why they are not though --compile is not
-    given: by default those of families in COMPILED are, where attention is flex."""
+    """Whether the layers of a model are compiled: as --compile or --no-compile says; without
+    either, those of families in COMPILED on a GPU with flex attention, else not, for the reason
+    that is returned beside it."""
     model_type = model.config.get_text_config().model_type
     if machine.compile is not None:
         return machine.compile, ""
@@ -166,8 +167,16 @@ def check_policy(policy: nn.Module, dtype: torch.dtype, name: str) -> None:
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     ids = [(11 + i) % vocabulary for i in range(11)]
     episodes = []
-    for sample, response in enumerate((ids[3:7], ids[7:])):
-        episodes.append(Episode(0, sample, ids[:3], response, [1] * 4, [0.0] * 4))
+    for sample_index, response_ids in enumerate((ids[3:7], ids[7:])):
+        episode = Episode(
+            prompt_index=0,
+            sample_index=sample_index,
+            prompt_ids=ids[:3],
+            response_ids=response_ids,
+            loss_mask=[1] * len(response_ids),
+            logprobs=[0.0] * len(response_ids),
+        )
+        episodes.append(episode)
     expected = torch.cat([_own_logprobs(policy, episode) for episode in episodes])
     difference = (_logprobs(policy, episodes) - expected).abs().mean().item()
     if difference <= BOUNDS[dtype]:

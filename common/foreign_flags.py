@@ -80,8 +80,8 @@ def refuse_foreign_flags(
     refusals: dict[str, str] = {}  # {flag or key: its answer}
     unknown: dict[str, str] = {}  # these alone are left to tyro, which names the nearest flag
     for argument, previous, following in neighbours(arguments):
-        has_value = previous.startswith("--") and "=" not in previous and previous not in switches
-        key = None if has_value else KEY_OF_VERL.fullmatch(argument)
+        is_value = previous.startswith("--") and "=" not in previous and previous not in switches
+        key = None if is_value else KEY_OF_VERL.fullmatch(argument)
         if key:
             answer = answer_to(flag(key[1]), script_flags, rollout_flags)
             refusals[key[1]] = answer or f"nothing that we know of{SEE_PAGE}"

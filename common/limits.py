@@ -100,13 +100,13 @@ def memory_in_use(folder: Path) -> float:
 
 def cpu_quota(folder: Path) -> float:
     """CPUs that a control group may keep busy, inf without a limit."""
-    quota = number(folder / "cpu.cfs_quota_us")
+    quota = number(folder / "cpu.cfs_quota_us")  # version 1's; -1: no limit
     period = number(folder / "cpu.cfs_period_us")
     fields = read(folder / "cpu.max").split()
     if len(fields) == 2 and fields[0].isdecimal() and fields[1].isdecimal():
         quota = int(fields[0])
         period = int(fields[1])
-    has_limit = 0 < quota < inf and 0 < period < inf  # version 1 writes -1 for none
+    has_limit = 0 < quota < inf and 0 < period < inf
     return quota / period if has_limit else inf
 
 
@@ -121,19 +121,21 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
     """Folders of the control group of this process and of those above it, as far as they are
     mounted here."""
     for kind, group in memberships(controller, root):
-        folders = mounted(kind, controller, root)
-        above = [(mount, place) for mount, place in folders if is_below(group, mount)]
-        for mount, place in above:
-            folder = place / os.path.relpath(group, mount)
-            while folder != place:
-                yield folder
-                folder = folder.parent
-            yield place
-        if not above:
+        mounts = mounts_of(kind, controller, root)
+        has_mount = False
+        for mount_root, mount_point in mounts:
+            if is_below(group, mount_root):
+                has_mount = True
+                folder = mount_point / os.path.relpath(group, mount_root)
+                while folder != mount_point:
+                    yield folder
+                    folder = folder.parent
+                yield mount_point
+        if not has_mount:
             # in a container /proc may name a group by a path that does not exist there: what is
             # mounted is its own group
-            for _, place in folders:
-                yield place
+            for _, mount_point in mounts:
+                yield mount_point
 
 
 def memberships(controller: str, root: Path) -> Iterator[tuple[str, str]]:
@@ -150,16 +152,16 @@ def memberships(controller: str, root: Path) -> Iterator[tuple[str, str]]:
             yield "cgroup", group
 
 
-def mounted(kind: str, controller: str, root: Path) -> list[tuple[str, Path]]:
-    """(path in its hierarchy, folder) of each mount of control groups, from
-    /proc/self/mountinfo."""
+def mounts_of(kind: str, controller: str, root: Path) -> list[tuple[str, Path]]:
+    """(root of the mount, mount point) of each mount of control groups, from /proc/self/mountinfo:
+    the path of a group, and the folder in which that group and those below it are seen."""
     mounts: list[tuple[str, Path]] = []
     for line in read(root / "proc/self/mountinfo").splitlines():
         fields, _, rest = line.partition(" - ")
         file_system, _, options = rest.split(" ", 2)
         if file_system == kind and (kind == "cgroup2" or controller in options.split(",")):
-            mount, place = [unescape(field) for field in fields.split(" ")[3:5]]
-            mounts.append((mount, root / place.lstrip("/")))
+            mount_root, mount_point = [unescape(field) for field in fields.split(" ")[3:5]]
+            mounts.append((mount_root, root / mount_point.lstrip("/")))
     return mounts
 
 
@@ -168,8 +170,9 @@ def unescape(field: str) -> str:
     return re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), field)
 
 
-def is_below(group: str, mount: str) -> bool:
-    return ".." not in group.split("/") and os.path.commonpath([group, mount]) == mount
+def is_below(group: str, mount_root: str) -> bool:
+    """Whether a group is below the root of a mount, or is that root."""
+    return ".." not in group.split("/") and os.path.commonpath([group, mount_root]) == mount_root
 
 
 def statistic(path: Path, name: str, default: float) -> float:

@@ -141,14 +141,16 @@ class StatusLine:
         if self.step_times:
             steps_left = max(0, self.total_steps - step)
             eta = duration(median(self.step_times) * steps_left)
-        text = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  eta {eta:>5}"
+        total = str(self.total_steps)
+        text = f"step {str(step).rjust(len(total))}/{total}  eta {eta:>5}"
         cells = cells_of(metrics)
         for name in cells:
             if name not in self.columns:
                 self.columns.append(name)
         for name in self._order():
             label, width, _ = ALL_COLUMNS[name]
-            text += f"  {cells.get(name, ''):{len(label) + 1 + width}}"
+            cell = cells.get(name, "")
+            text += "  " + cell.ljust(len(label) + 1 + width)
         return text.rstrip()
 
     def _order(self) -> list[str]:
@@ -203,7 +205,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints)
     config = flat(args)
     config["micro_batch_tokens"] = job.micro_batch_tokens
     if is_main and job.training and not checkpoints.resumes_own:
-        chosen = {
+        settings = {
             "dtype": str(job.compute_dtype),
             "attention": job.attention,
             "compile": job.compile,
@@ -213,8 +215,8 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints)
         }
         commit = commit_of(job.model_folder)
         if commit:
-            chosen["model_commit"] = commit
-        save_config(job.output_dir, config, **chosen)
+            settings["model_commit"] = commit
+        save_config(job.output_dir, config, **settings)
     trackers = None
     if is_main:
         trackers = Trackers(job.run.log, job.output_dir, config)

@@ -96,14 +96,11 @@ def convolution_over_pack(
 ) -> Tensor:
     """inputs [1, C, L], weight [C, W] -> [1, C, L]; the state is the last W - 1 inputs."""
 
-    def convolve(segment: list[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        (own_inputs,) = segment
-        length = own_inputs.shape[2]
-        seen = own_inputs
-        if state is not None:
-            seen = torch.cat([state, own_inputs], dim=2)
-        outputs = convolution(seen, weight, bias, **options)[:, :, -length:]
-        return outputs, own_inputs[:, :, 1 - weight.shape[1] :]
+    def convolve(segment: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        length = segment.shape[2]
+        state_and_segment = segment if state is None else torch.cat([state, segment], dim=2)
+        outputs = convolution(state_and_segment, weight, bias, **options)[:, :, -length:]
+        return outputs, segment[:, :, 1 - weight.shape[1] :]
 
     return over_segments(convolve, units, [inputs], dim=2)
 
@@ -117,15 +114,14 @@ def delta_rule_over_pack(
     *,
     g: Tensor,
     beta: Tensor,
-    initial_state: None = None,
+    initial_state: None = None,  # a pack has no cache: layers pass None and False
     output_final_state: bool = False,
     **options: object,
 ) -> tuple[Tensor, None]:
     """query and key [1, L, H, K], value [1, L, H, V], g and beta [1, L, H] -> ([1, L, H, V], None);
     the state is [1, H, K, V]."""
 
-    def apply(segment: list[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        query, key, value, g, beta = segment
+    def apply(query, key, value, g, beta, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return rule(
             query,
             key,
@@ -149,15 +145,14 @@ def scan_over_pack(
     B: Tensor,
     C: Tensor,
     *,
-    initial_states: None = None,
+    initial_states: None = None,  # as in `delta_rule_over_pack`
     return_final_states: bool = False,
     **options: object,
 ) -> Tensor:
     """inputs [1, L, H, D], dt [1, L, H], A [H], B and C [1, L, groups, N] -> [1, L, H, D]; the
     state is [1, H, D, N]."""
 
-    def apply(segment: list[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        inputs, dt, B, C = segment
+    def apply(inputs, dt, B, C, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return scan(inputs, dt, A, B, C, initial_states=state, return_final_states=True, **options)
 
     return over_segments(apply, units, [inputs, dt, B, C], dim=1)
@@ -178,23 +173,23 @@ OVER_PACKS = {
 
 
 def over_segments(
-    function: Callable[[list[Tensor], Tensor | None], tuple[Tensor, Tensor]],
+    function: Callable[..., tuple[Tensor, Tensor]],
     units: list[list[int]],
     tensors: list[Tensor],
     dim: int,
 ) -> Tensor:
-    """The outputs of `function(segment of each tensor, state) -> (output, state)`, segment by
-    segment. Prompts start without a state, responses with that of their prompt.
+    """The outputs of a function, segment by segment, along `dim`, where the tensors have tokens.
 
-    The tokens of tensors and outputs are along `dim`.
+    function: (the segment of each tensor, the state that it starts from) -> (output, state after
+    it). Prompts start without a state (None), responses from that of their prompt.
     """
     lengths = [length for unit in units for length in unit]
     segments = zip(*(tensor.split(lengths, dim=dim) for tensor in tensors))
     outputs: list[Tensor] = []
     for unit in units:
-        output, prompt_state = function(next(segments), None)
+        output, prompt_state = function(*next(segments), None)
         outputs.append(output)
         for _ in unit[1:]:
-            output, _ = function(next(segments), prompt_state)
+            output, _ = function(*next(segments), prompt_state)
             outputs.append(output)
     return torch.cat(outputs, dim=dim)

@@ -188,8 +188,11 @@ class Rehearsal:
 
 
 def outcomes_of_ranks(outcome: str, world: World) -> set[str]:
-    """The outcomes of all ranks, each once. They come through the store: a rank may wait in a
-    collective for one that has run out of memory, which reads "no answer" in the end."""
+    """The outcomes of all ranks, each once.
+
+    They come through the store: a rank may hang in a collective without the one that has run out
+    of memory. That one waits PATIENCE_S for its outcome, and takes "no answer" for it.
+    """
     if world.size == 1:
         return {outcome}
     store = dist.distributed_c10d._get_default_store()

@@ -20,7 +20,7 @@ REMEDIES = {  # for a checkpoint of another script, model, ...; {} is the checkp
     "LoRA": "give --lora-rank, --lora-alpha, --lora-targets of its run",
     "base": "give the --model of its run, with the same weights",
 }
-# of a rank's file, or a tensor more: the writer has it three times in memory
+# about the size of a rank's file: the writer has three copies of it in memory
 FILE_BYTES = 2**28
 # a single rank needs no process group
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -37,8 +37,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def profiled(steps: range, profile_steps: str | None, run_dir: Path, world: World) -> Iterator[int]:
-    """Yield `steps`. Each rank writes a trace of those in --profile-steps, and rank 0 prints a
-    table of them."""
+    """Yield `steps`, which count from 0. Each rank writes a trace of those in --profile-steps,
+    which counts from 1, and rank 0 prints a table of them."""
     requested = step_range(profile_steps)
     traced = range(max(requested.start - 1, steps.start), min(requested.stop - 1, steps.stop))
     if requested and not traced:

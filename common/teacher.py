@@ -2,7 +2,6 @@
 its own, and responses of the data set."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from common.data.columns import check_column, column_value, first_part, text_problems
 from common.data.prompts import PromptData
 from common.data.render import encode
-from common.divergence import MISSING_LOGPROB, Comparison, Prediction, compare
+from common.divergence import MISSING_LOGPROB, Comparison, DivergenceTerms, Prediction, compare
 from common.exactness import exact_attention, refuse_inexact
 from common.files import DAMAGE, user_errors
-from common.flags import Data, Rollout
+from common.flags import Data, Machine, Rollout
 from common.hub import load_tokenizer, resolve_model
 from common.job import Job
 from common.models import Policy, hidden_states, logit_transform
@@ -75,21 +74,21 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
 
 def check_same_shapes(job: Job, path: str) -> None:
     """SystemExit unless the engine of the student can take the teacher's weights."""
-    trust_remote_code = job.machine.trust_remote_code
-    shapes = []
-    for folder in (job.model_folder, path):
-        parameters = skeleton(folder, trust_remote_code).named_parameters()
-        shapes.append({name: parameter.shape for name, parameter in parameters})
+    problem = ""
     if path == job.model_folder:
-        reason = "is --model itself"
-    elif shapes[0] != shapes[1]:
-        reason = "is no model of --model's shape"
-    else:
-        return
-    raise SystemExit(
-        f"--eval-teacher: {path} {reason}; evaluate it by `python grpo.py --eval-only --model "
-        f"{path} --eval-data FILES`"
-    )
+        problem = "is --model itself"
+    elif weight_shapes(path, job.machine) != weight_shapes(job.model_folder, job.machine):
+        problem = "is no model of --model's shape"
+    if problem:
+        raise SystemExit(
+            f"--eval-teacher: {path} {problem}; evaluate it by `python grpo.py --eval-only --model "
+            f"{path} --eval-data FILES`"
+        )
+
+
+def weight_shapes(folder: str, machine: Machine) -> dict[str, torch.Size]:
+    parameters = skeleton(folder, machine.trust_remote_code).named_parameters()
+    return {name: parameter.shape for name, parameter in parameters}
 
 
 def vocabulary(tokenizer) -> dict[int, str]:
@@ -110,10 +109,10 @@ def check_same_tokens(
     """
     differing = []
     for number in sorted(student.keys() | teacher.keys()):
-        ours = student.get(number) if number < student_size else None
-        theirs = teacher.get(number) if number < teacher_size else None
-        if ours != theirs:
-            differing.append(f"{number}: {ours!r}, {theirs!r}")
+        student_token = student.get(number) if number < student_size else None
+        teacher_token = teacher.get(number) if number < teacher_size else None
+        if student_token != teacher_token:
+            differing.append(f"{number}: {student_token!r}, {teacher_token!r}")
     if not differing:
         return
     if len(differing) > len(student) // 2:
@@ -202,7 +201,7 @@ class Predictor(Policy):
         batch: MicroBatch,
         temperature: float = 1.0,
         teacher: Prediction | None = None,
-        terms: partial | None = None,
+        terms: DivergenceTerms | None = None,
         as_teacher: bool = False,
     ) -> Comparison | Prediction | tuple[Tensor, ...]:
         """Log-probs [N] and entropy [N], as `Policy` has them; with a `teacher` the `Comparison` by
@@ -222,8 +221,8 @@ class Predictor(Policy):
         """`Policy`'s log-probs and entropy; a teacher may lack the last words of the student's
         vocabulary."""
         num_words = len(self.model.get_output_embeddings().weight)
-        known = replace(batch, targets=batch.targets.clamp(max=num_words - 1))
-        logprobs, entropy = super().forward(known, temperature)
+        targets = batch.targets.clamp(max=num_words - 1)
+        logprobs, entropy = super().forward(replace(batch, targets=targets), temperature)
         return torch.where(batch.targets < num_words, logprobs, MISSING_LOGPROB), entropy
 
 
@@ -268,4 +267,4 @@ def evaluate_teacher(teacher: nn.Module, rollouts: Rollouts, accuracy: float | N
         if teacher_accuracy <= accuracy:
             line = f"warning: {line}: nothing to learn from it on --eval-data"
         say(line)
-    return {name.replace("eval/", "eval/teacher_", 1): metrics[name] for name in metrics}
+    return {name.replace("eval/", "eval/teacher_", 1): value for name, value in metrics.items()}

@@ -129,9 +129,11 @@ class Trackers:
         with full_disk_is_a_warning(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
         for name in tracker_names(names):
-            self.started[name], problem = start_tracker(name, run_dir, config)
-            if problem:
+            tracker, problem = start_tracker(name, run_dir, config)
+            if tracker is None:
                 self._drop(name, problem)
+            else:
+                self.started[name] = tracker
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, tracker in list(self.started.items()):
@@ -150,7 +152,7 @@ class Trackers:
             problem += f": pip install {name}"
         metrics = self.run_dir / "metrics.jsonl"
         print(f"warning: --log {name} dropped ({problem}); metrics go on in {metrics}", flush=True)
-        del self.started[name]
+        self.started.pop(name, None)
 
 
 def start_tracker(name: str, run_dir: Path, config: dict) -> tuple[Tracker | None, str]:

@@ -22,8 +22,11 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def transpose_back() -> None:
-    """Have transformers write the experts of Qwen3-VL as they were published: it transposes them if
-    their shape is not the module's, which it always is when they are written."""
+    """Have transformers write the experts of Qwen3-VL as they were published.
+
+    It transposes an expert that it reads if the shape is not the module's, and asks the same when
+    it writes one. There the shape is always the module's: none would be transposed back.
+    """
     transpose = transformers.core_model_loading.Transpose
     transpose.reverse_op = property(lambda self: transpose(self.dim1, self.dim0))
 
@@ -47,31 +50,32 @@ def saved_sizes(model: nn.Module, path: str) -> dict[str, int]:
     What the files hold beyond the model, and transformers ignores, is left out. Files of a backbone
     alone lack its prefix. SystemExit if transformers does not give back what it has read.
     """
-    loaded, _, tensors = load_names(model, path, "--model")
-    weights = [*loaded.named_parameters(), *saved_buffers(loaded)]
-    head = loaded.get_output_embeddings().weight
-    is_tied = head is loaded.get_input_embeddings().weight
+    loaded_model, _, tensors_in_files = load_names(model, path, "--model")
+    weights = [*loaded_model.named_parameters(), *saved_buffers(loaded_model)]
+    head = loaded_model.get_output_embeddings().weight
+    is_tied = head is loaded_model.get_input_embeddings().weight
     if is_tied:
         weights.append(("lm_head.weight", head))
-    sent = {name: tensor.shape for name, tensor in as_saved(loaded, weights)}
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *IGNORED_WEIGHTS]
-    computed = dict(model.named_buffers())
+    sync_shapes = {name: tensor.shape for name, tensor in as_saved(loaded_model, weights)}
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *IGNORED_WEIGHTS]
+    buffers = dict(model.named_buffers())
     sizes: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        whole_name = f"{model.base_model_prefix}.{name}"
-        if name not in sent and whole_name in sent:
+    for name_in_file, tensor in tensors_in_files.items():
+        name = name_in_file
+        whole_name = f"{model.base_model_prefix}.{name_in_file}"
+        if name not in sync_shapes and whole_name in sync_shapes:
             name = whole_name
-        is_ignored = name in computed or any(re.search(pattern, name) for pattern in ignored)
-        if name not in sent and is_ignored:
+        is_ignored = name in buffers or any(re.search(pattern, name) for pattern in patterns)
+        if name not in sync_shapes and is_ignored:
             continue
         sizes[name] = tensor.numel()
-        if sent.get(name) != tensor.shape:
+        if sync_shapes.get(name) != tensor.shape:
             raise SystemExit(
                 f"--model {path}: its files have {name}, which transformers divides among several "
                 "weights, or does not write again in this shape: a sync cannot send it; "
                 "--engine hf runs it"
             )
     if is_tied:
-        ((name, _),) = as_saved(loaded, [("lm_head.weight", head)])
-        sizes[name] = head.numel()
+        ((head_name, _),) = as_saved(loaded_model, [("lm_head.weight", head)])
+        sizes[head_name] = head.numel()
     return sizes

@@ -56,7 +56,8 @@ class ScanReport:
 
 @dataclass
 class SplitRows:
-    """What it costs that rows are trained turn by turn: a note of them."""
+    """Counts the rows that are trained turn by turn. Its text is a note for the user: what that
+    costs."""
 
     num_rows: int = 0
     num_samples: int = 0
@@ -82,14 +83,14 @@ class Fingerprint:
     """A hash of rows: of their order and of all that they hold."""
 
     def __init__(self):
-        self.sum = hashlib.blake2b(digest_size=8)
+        self.hash = hashlib.blake2b(digest_size=8)
 
     def add(self, record: dict | str) -> None:
         text = json.dumps(record, default=_as_text, separators=(",", ":"))
-        self.sum.update(text.encode() + b"\n")
+        self.hash.update(text.encode() + b"\n")
 
     def __str__(self) -> str:
-        return self.sum.hexdigest()
+        return self.hash.hexdigest()
 
 
 def _as_text(value: object) -> str:
@@ -131,7 +132,8 @@ class KnownTokens:
 
 
 def max_num_tokens(text: str) -> int:
-    """An upper bound for a text's tokens, without one for a space that a tokenizer may prepend.
+    """An upper bound for the number of a text's tokens, not counting the token of a space that a
+    tokenizer may put in front.
 
     A token has at least one byte, and NFC can triple the bytes of text that is not ASCII.
     UnicodeEncodeError for half a surrogate pair.

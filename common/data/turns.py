@@ -34,7 +34,8 @@ class Sample:
 
     def num_pictures(self, messages: list[dict]) -> int:
         """How many of a conversation's pictures stand in the text."""
-        return sum(num_pictures(message) for message in messages[: max(self.turns, default=-1) + 1])
+        num_messages = max(self.turns) + 1 if self.turns else 0
+        return sum(num_pictures(message) for message in messages[:num_messages])
 
 
 class RewrittenTurns(Exception):
@@ -105,23 +106,27 @@ def read_last_turn(messages: list[dict], tokenizer) -> Sample:
     template = template_of(messages, tokenizer)
     prompt = template(messages[:-1], add_generation_prompt=True)
     text = template(messages)
-    if text.startswith(prompt):
+    is_appended = text.startswith(prompt)
+    if is_appended:
         start = len(prompt)
     else:
         start = start_of_last_turn(messages, prompt, text, tokenizer)
     turn = text[start : end_of_last_turn(start, text, tokenizer)]
     opens_thoughts = prompt.rstrip().endswith(THOUGHTS_OPEN)
-    if opens_thoughts and turn.startswith(THOUGHTS_OPEN):
-        if text.startswith(prompt):
-            raise BadRow(
-                f"the chat template begins a turn with {THOUGHTS_OPEN} itself: leave it out of the "
-                f"content, up to {THOUGHTS_CLOSE}"
-            )
-        prompt = prompt.rstrip()  # <think></think> behind a prompt that has a line break between
-        turn = turn.removeprefix(THOUGHTS_OPEN)
-    elif opens_thoughts and not text.startswith(prompt):
-        # the template leaves out the thoughts of every turn, as DeepSeek-R1's does
-        turn = thoughts_of(messages[-1]) + turn
+    if opens_thoughts and is_appended and turn.startswith(THOUGHTS_OPEN):
+        raise BadRow(
+            f"the chat template begins a turn with {THOUGHTS_OPEN} itself: leave it out of the "
+            f"content, up to {THOUGHTS_CLOSE}"
+        )
+    if opens_thoughts and not is_appended:
+        if turn.startswith(THOUGHTS_OPEN):
+            # the prompt has a line break behind <think>, and a turn without thoughts has none:
+            # <think></think>
+            prompt = prompt.rstrip()
+            turn = turn.removeprefix(THOUGHTS_OPEN)
+        else:
+            # the template leaves out the thoughts of every turn, as DeepSeek-R1's does
+            turn = thoughts_of(messages[-1]) + turn
     span = (len(prompt), len(prompt) + len(turn))
     return Sample(prompt + turn, {len(messages) - 1: span})
 
@@ -129,8 +134,9 @@ def read_last_turn(messages: list[dict], tokenizer) -> Sample:
 def start_of_last_turn(messages: list[dict], prompt: str, text: str, tokenizer) -> int:
     """Where the last turn begins in a text that does not begin with the turn's prompt.
 
-    It begins behind what the template adds as the generation prompt, up to thoughts, or behind as
-    much of that as opens another turn in its place, too.
+    The turn begins behind its header: the generation prompt, up to <think>. The text may have the
+    beginning of the header alone; then the turn begins where the text first differs from that of
+    the same messages with another last turn.
     """
     template = template_of(messages, tokenizer)
     history = template(messages[:-1])
@@ -143,10 +149,13 @@ def start_of_last_turn(messages: list[dict], prompt: str, text: str, tokenizer) 
         place = shared.rfind(header)
         if place >= 0:
             return place + len(header)
-        for length in range(len(header), 0, -1):
-            if shared.endswith(header[:length]):
-                return len(shared)
+        if shared.endswith(beginnings(header)):
+            return len(shared)
     raise BadRow("the chat template shows a turn behind another prompt than the one it gives")
+
+
+def beginnings(text: str) -> tuple[str, ...]:
+    return tuple(text[:length] for length in range(1, len(text) + 1))
 
 
 def thoughts_of(message: dict) -> str:

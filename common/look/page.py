@@ -98,14 +98,14 @@ def look(number: int, info: dict) -> dict:
     frames = info.get("frames")
     if not isinstance(frames, list):
         frames = []
-    look = {"number": number, "frames": frames, "box": None}
+    result = {"number": number, "frames": frames, "box": None}
     try:
         x1, y1, x2, y2 = (min(1.0, max(0.0, x)) for x in info["box"])
     except (KeyError, TypeError, ValueError):
-        return look
-    look["box"] = {"x": x1, "y": y1, "width": x2 - x1, "height": y2 - y1}
-    look["frame"] = info.get("frame")
-    return look
+        return result
+    result["box"] = {"x": x1, "y": y1, "width": x2 - x1, "height": y2 - y1}
+    result["frame"] = info.get("frame")
+    return result
 
 
 def embed(data: bytes, max_side: int) -> dict:

@@ -149,12 +149,14 @@ def remedies(
         return
     if rollout.sleep_level == 0:
         yield [no_change, Remedy("--sleep-level 1", cost=0.1, rollout={"sleep_level": 1})]
-    offloaded = set(machine.offload.split(",")) - {""}
+    parts_on_host = set(machine.offload.split(",")) - {""}
     offloads = [no_change]
-    idle = "base" if machine.lora_rank else "reference"
-    for names, cost in ((idle, 0.1), ("optimizer", 0.4), (f"optimizer,{idle}", 0.5)):
-        helps = has_reference or "reference" not in names
-        if helps and offloaded < set(names.split(",")):
+    weights = "base" if machine.lora_rank else "reference"
+    for parts, cost in (([weights], 0.1), (["optimizer"], 0.4), (["optimizer", weights], 0.5)):
+        if "reference" in parts and not has_reference:
+            continue
+        if parts_on_host < set(parts):
+            names = ",".join(parts)
             offloads.append(Remedy(f"--offload {names}", cost, machine={"offload": names}))
     yield offloads
     if machine.strategy == "ddp" and ranks > 1:

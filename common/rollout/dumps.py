@@ -119,13 +119,15 @@ def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
 
 
 def replayed_micro_batch_tokens(path: Path | None) -> int | None:
-    """Those that the update of a dump was made with; None without a dump, or if it does not say."""
+    """The micro_batch_tokens of the update whose dump is at `path`; None without a dump, or if it
+    does not have them."""
     if path is None:
         return None
-    tokens = read_dump(path, ["step", "ranks", "micro_batch_tokens"])[0].get("micro_batch_tokens")
-    if tokens is not None and (type(tokens) is not int or tokens < 1):
-        raise SystemExit(f"--replay {path}: its micro_batch_tokens are {shorten(repr(tokens), 60)}")
-    return tokens
+    first_row = read_dump(path, ["step", "ranks", "micro_batch_tokens"])[0]
+    value = first_row.get("micro_batch_tokens")
+    if value is not None and (type(value) is not int or value < 1):
+        raise SystemExit(f"--replay {path}: its micro_batch_tokens are {shorten(repr(value), 60)}")
+    return value
 
 
 def load_rollouts(
@@ -133,7 +135,8 @@ def load_rollouts(
 ) -> tuple[list[Episode], list[Episode]]:
     """(all episodes of this rank, those of them that were trained on), read from a dump.
 
-    SystemExit unless the dump is of `step`, and of as many ranks as there are now.
+    reward_model: of --reward-model. SystemExit unless the dump is of `step`, of as many ranks as
+    there are now, and of a run with a reward model if this one has one.
     """
     rows = read_dump(path)
     missing = {field.name for field in fields(Episode)} - rows[0].keys()

@@ -30,8 +30,8 @@ class PromptQueue:
         return self.num_waiting > 0 and len(self.rows) < self.at_once
 
     def take(self) -> list[int]:
-        """Open as many prompts as may be under way besides; the keys of their episodes, of which
-        those of a row with a problem have ended already."""
+        """Open prompts until `at_once` are under way. Returns the keys of their episodes; those of
+        a row with a problem have ended already."""
         keys = []
         while self.can_take:
             index, row = next(self.prompts)

@@ -112,7 +112,7 @@ def sample_prompts(
                 for key, completion in enumerate(completions, start=first_key):
                     queue.episodes[key].add_turn(completion, sampling.max_tokens)
                     yield key
-            progress.add(0)
+            progress.add(0)  # prints a line if one is due
 
     if turns:
         ended_keys = turns.sample(

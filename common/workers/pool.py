@@ -49,11 +49,11 @@ class Pool:
         self.at_once = at_once
         self.queue: deque[tuple[Hashable, Any]] = deque()
         self.homes: dict[Hashable, Worker] = {}
-        self.works = False  # has any worker started?
+        self.has_started = False  # whether any worker has
         self.workers = [self.new_worker()]
         while not self.workers[0].make_ready():
             self._collect(inf)
-        self.works = True
+        self.has_started = True
         at_end.callback(self.close)
 
     @property
@@ -98,8 +98,8 @@ class Pool:
         return [replies[number] for number in range(len(jobs))]
 
     def close(self) -> None:
-        """End the workers, as the end of the run does. If the trainer is killed, they are, too, and
-        their handlers are not closed."""
+        """End the workers; those that are idle close their handlers first. The end of the run calls
+        this. If the trainer is killed, its workers are killed as well."""
         for worker in self.workers:
             worker.hang_up()
         for worker in self.workers:
@@ -157,7 +157,7 @@ class Pool:
     def _on_failed_start(self, worker: Worker, error: str) -> list[tuple[Hashable, Any]]:
         """[(key, reply)] of the job that the worker would have got, if there is one. ValueError if
         no worker has started so far."""
-        if not self.works:
+        if not self.has_started:
             message = error.removeprefix("ValueError: ")
             if not message.startswith("--"):  # a flag with a wrong value says all itself
                 message = f"{self.trouble}: {error}"

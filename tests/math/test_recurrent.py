@@ -204,7 +204,10 @@ def test_the_state_of_its_prompt_matters_to_a_response(kind, tmp_path, monkeypat
     episodes = ragged_episodes()
 
     def forget(function, *arguments, **options):
-        return over_segments(lambda segment, state: function(segment, None), *arguments, **options)
+        def without_state(*segments_and_state):
+            return function(*segments_and_state[:-1], None)
+
+        return over_segments(without_state, *arguments, **options)
 
     with torch.no_grad():
         logprobs = packed(policy, episodes)[0]

@@ -185,7 +185,7 @@ def tries(numbers: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
         added = []
         subtracted = []
         for i, number in enumerate(numbers):
-            in_subset = subset >> (num_rest - i) & 1
+            in_subset = subset >> (num_rest - i) & 1  # 0 for the first number: it has no bit
             if in_subset:
                 subtracted.append(number)
             else:
