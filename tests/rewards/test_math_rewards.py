@@ -19,13 +19,12 @@ from common.rewards import (
     boxed_reward,
     countdown,
     dapo_reward,
-    formulas,
     geometry,
     reward_function,
     score_response,
     visual_qa,
 )
-from common.rewards.answers import is_equal, normalize
+from common.rewards.answers import formulas, is_equal, normalize
 from common.rewards.answers.formulas import Unreadable, read_formula
 from common.rewards.math import last_boxed, score_boxed, score_dapo, score_gsm8k, verl_gsm8k
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from common.rewards import formulas
+from common.rewards.answers import formulas
 from common.rewards.visual_qa import edit_distance, same_formula, score_visual_qa
 
 
