@@ -238,12 +238,15 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints)
         )
     checkpoints.warn_if_large()
     if not config.get("replay"):
-        rows_per_step = config.get("prompts_per_step") or config.get("batch_size")
-        # these draw more rows, and not always as many
-        if config.get("dynamic_sampling") or config.get("oversample", 1) > 1:
-            rows_per_step = None
-        checkpoints.note_if_none_is_due(total_steps, rows_per_step)
+        checkpoints.note_if_none_is_due(total_steps, rows_per_step(config))
     return logger
+
+
+def rows_per_step(config: dict[str, Any]) -> int | None:
+    """Rows of the data set that a step takes; None if that varies, as with dynamic sampling."""
+    if config.get("dynamic_sampling") or config.get("oversample", 1) > 1:
+        return None
+    return config.get("prompts_per_step") or config.get("batch_size")
 
 
 def draw_curves(run_dir: Path) -> None:

@@ -23,7 +23,7 @@ from common import distributed, ending, logger, script, trackers
 from common.config import save_config
 from common.flags import Run
 from common.limits import usable_cpus
-from common.logger import COLUMNS, Logger, StatusLine, fitted, open_logger
+from common.logger import COLUMNS, Logger, StatusLine, fitted, open_logger, rows_per_step
 from common.look.curves import plot_curves, read_metrics
 from common.rollout.evaluation import as_sample, print_samples, summarize
 from common.types import Episode, Row
@@ -583,6 +583,19 @@ def test_config_has_the_commit_of_a_model_of_the_hub(tmp_path, monkeypatch, worl
     assert config["chosen"]["micro_batch_tokens"] == 64
     assert config["chosen"]["activation_memory"] == 0.7
     assert config["chosen"]["compile"] is False
+
+
+@pytest.mark.parametrize(
+    "flags, rows",
+    [
+        ({"prompts_per_step": 4, "dynamic_sampling": False, "oversample": 1.0}, 4),
+        ({"prompts_per_step": 4, "dynamic_sampling": True, "oversample": 1.0}, None),
+        ({"prompts_per_step": 4, "dynamic_sampling": False, "oversample": 1.5}, None),
+        ({"batch_size": 8}, 8),
+    ],
+)
+def test_rows_that_a_step_takes(flags, rows):
+    assert rows_per_step(flags) == rows
 
 
 def test_config(tmp_path):
