@@ -342,7 +342,7 @@ def test_smollm2_learns_from_gsm8k(tmp_path):
         "--batch-size",
         8,
         "--total-steps",
-        40,
+        20,
         "--micro-batch-tokens",
         2048,
         "--learning-rate",
@@ -352,5 +352,5 @@ def test_smollm2_learns_from_gsm8k(tmp_path):
         "sft.py", "--model", "smollm2", *options, "--output-dir", tmp_path / "run", timeout=3000
     )
     steps = steps_of(tmp_path / "run")
-    print(f"\neval loss {steps[0]['eval/loss']:.3f} -> {steps[40]['eval/loss']:.3f}")
-    assert steps[40]["eval/loss"] < steps[0]["eval/loss"]
+    print(f"\neval loss {steps[0]['eval/loss']:.3f} -> {steps[20]['eval/loss']:.3f}")
+    assert steps[20]["eval/loss"] < steps[0]["eval/loss"]
