@@ -216,9 +216,11 @@ class Job:
         """Say so and end, with exit code 0, if the run's checkpoint has all steps and its model/ is
         of that checkpoint. All ranks call it together."""
         folder = self.output_dir / "model"
-        is_finished = self.training and has_finished(self.checkpoint, total_steps, folder)
-        if broadcast_object(is_finished):
+        num_done = 0
+        if self.training and has_finished(self.checkpoint, total_steps, folder):
             num_done = read_record(self.checkpoint)["step"]  # more than --total-steps, if that fell
+        num_done = broadcast_object(num_done)
+        if num_done:
             say(
                 f"nothing left to do: {self.checkpoint} has all {num_done} steps, {folder} is "
                 "the model; more steps: --total-steps"
