@@ -90,19 +90,25 @@ class FirstRetry(logging.Filter):
 @contextmanager
 def hub_errors() -> Iterator[None]:
     """Around a download from the hub: ConnectionError with one line if it does not answer or
-    refuses."""
+    refuses; SystemExit if the disk is full."""
     logger = logging.getLogger("huggingface_hub.utils._http")
     first_retry = FirstRetry()
     logger.addFilter(first_retry)
     try:
         yield
-    except OSError as error:  # its network, HTTP and offline errors all derive from it
-        raise ConnectionError(hub_problem(error)) from error
+    except (OSError, RuntimeError) as error:  # network, HTTP, offline; the second is of its Xet
+        problem = hub_problem(error)
+        if "No space left" in problem or "quota exceeded" in problem:
+            raise SystemExit(
+                f"no room for what the hub has sent: {problem}; free some space, or set HF_HOME to "
+                "a folder on another disk"
+            ) from error
+        raise ConnectionError(problem) from error
     finally:
         logger.removeFilter(first_retry)
 
 
-def hub_problem(error: OSError) -> str:
+def hub_problem(error: Exception) -> str:
     """What huggingface_hub has raised, in one line."""
     from huggingface_hub import errors
 

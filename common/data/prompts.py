@@ -220,7 +220,10 @@ class PromptData:
 
     def _refuse(self, report: ScanReport, drop: bool) -> None:
         self.files.refuse(report.bad_rows, "unusable rows", drop)
-        self.files.refuse(report.too_long, f"prompts longer than {self.length_limit}", drop)
+        too_long = f"prompts longer than {self.length_limit}"
+        if self.tools:
+            too_long += f", with the descriptions of {', '.join(self.tools)} in them"
+        self.files.refuse(report.too_long, too_long, drop)
 
     def _print_notes(self, report: ScanReport) -> None:
         flag = self.files.flag

@@ -602,6 +602,10 @@ def test_rows_choose_tools_as_in_verl(tmp_path, vision):
     texts = [vision.processor.tokenizer.decode(data[i].prompt_ids) for i in range(4)]
     assert ["# Tools" in text for text in texts] == [True, False, True, False]
     assert "crop_image_normalized" in texts[0] and "crop_image_normalized" not in texts[2]
+    names = ", ".join(tools)
+    told = f"longer than --max-prompt-tokens 100, with the descriptions of {names} in them"
+    with pytest.raises(ValueError, match=told):
+        load(tmp_path, vision, rows, tools=tools, max_prompt_tokens=100)
     unknown = ask("x") | {"extra_info": {"tools_kwargs": {"fly": {}}}}
     with pytest.raises(ValueError, match="tools_kwargs names fly, which --tools does not offer"):
         load(tmp_path, vision, [unknown], tools=tools)

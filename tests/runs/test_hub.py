@@ -1,6 +1,7 @@
 """Models of a hub: its subfolders, and what is fetched at all. A hub of our own, on this
 machine."""
 
+import errno
 import json
 import logging
 import re
@@ -261,6 +262,21 @@ def test_what_the_hub_refuses_is_said_in_words(hub):
     with pytest.raises(ConnectionError, match=r"^the hub wants its terms to be accepted"):
         with hub_errors():
             raise errors.GatedRepoError("403\n\nAccess is restricted", response=Mock())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        RuntimeError("Data processing error: No space left on device (os error 28)"),  # Xet's
+    ],
+)
+def test_a_full_disk_is_said_without_a_mirror(monkeypatch, error):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
+    with pytest.raises(SystemExit, match=r"^no room for what the hub has sent: .*HF_HOME") as stop:
+        resolve_model("org/model")
+    assert "mirror" not in str(stop.value)
 
 
 def test_a_folder_whose_name_has_an_at_sign_is_a_folder(tmp_path, monkeypatch):
