@@ -52,8 +52,8 @@ from common.flags import (
     Amount,
     Count,
     Data,
-    Limit,
     Machine,
+    Natural,
     Rollout,
     Run,
     Share,
@@ -98,7 +98,7 @@ class Args:
     curiosity_alpha: Amount = 0.5  # weight of the bonus
     curiosity_target: Amount = 0.3  # H: no bonus where this share of a group looks
     call_penalty: Amount = 0.05  # beta: cost of each call beyond --free-calls
-    free_calls: Limit = 1  # N, in the paper: calls that cost nothing
+    free_calls: Natural = 1  # N, in the paper: calls that cost nothing
     # baseline and scale of scores
     advantage: Literal["group-std", "group-mean", "rloo", "batch-std"] = "group-mean"
     # mean of the loss: over tokens (dapo), over sequences (grpo), by a constant length (dr_grpo)

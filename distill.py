@@ -83,6 +83,7 @@ from common.models import sleep_engine, sync_engine
 from common.optimizer import lr_factor
 from common.packing import Minibatch, Packer, TokenIndex, prompts_of_all_ranks
 from common.precision import GAP_LIMITS, checked_gap
+from common.processes import in_threads
 from common.progress import Progress, say
 from common.rehearsal import Rehearsal
 from common.rollout.dumps import load_rollouts, replayed_micro_batch_tokens
@@ -104,7 +105,6 @@ from common.steps import Stopwatch, due, profiled, seed_step
 from common.teacher import (
     Predictor,
     Responses,
-    behind_teacher_prompts,
     check_replayed_prompts,
     check_same_shapes,
     evaluate_teacher,
@@ -112,6 +112,7 @@ from common.teacher import (
     is_usable,
     open_teacher_prompts,
     store_divergences,
+    with_teacher_prompts,
 )
 from common.types import Episode
 
@@ -393,8 +394,11 @@ def collect(
         if place in from_data and not row.problem:
             episodes.append(responses.episode(place, row, args.rollout.max_response_tokens))
     if teacher_prompts is not None:
+        indices = [row.index for row in prompts.values()]
+        teacher_rows = in_threads(teacher_prompts.usable_row, indices)
+        teacher_row_of = dict(zip(prompts, teacher_rows, strict=True))
         for episode in episodes:
-            row = teacher_prompts.usable_row(episode.row)
+            row = teacher_row_of[episode.prompt_index]
             episode.teacher_prompt_ids = row.prompt_ids
             if row.problem:
                 episode.finish_reason = "unreadable"
@@ -564,12 +568,14 @@ def main(args: Args, demo: bool = False) -> None:
     # do the largest micro-batches fit?
     rehearsal = Rehearsal(job, packer, args.rollout, [optimizer], teacher=teacher)
     while rehearsal.is_due:
+        teacher.to(device)  # as in each update
         with rehearsal.attempt() as minibatch:
             # the rehearsal has packed episodes of the greatest length
             tokens = Tokens.of(packer.episodes, packer.index, device)
             backward(
                 models, minibatch, tokens, args, world, first_epoch=True, store_old_logprobs=True
             )
+    teacher.to(job.idle_device)
     handle_signals()  # from here on a signal, or Ctrl-C, ends the run after its step, and saves
     updates = args.minibatches * args.epochs_per_step
     print_plan(args.rollout, len(train_data), num_prompts, total_steps, updates)
@@ -581,6 +587,7 @@ def main(args: Args, demo: bool = False) -> None:
     if start == 0 and args.eval_teacher and rollouts.can_evaluate:
         metrics = evaluate_teacher(teacher, rollouts, accuracy)
         logger.event({"event": "teacher", "step": 0, **metrics})
+        teacher.to(job.idle_device)
     max_gap = args.rollout.max_logprob_gap or GAP_LIMITS[job.compute_dtype]
     end = start + 1 if args.rollout.replay else total_steps
     # `step` counts from 0 and names the weights that sample; logs and checkpoints count from 1
@@ -608,7 +615,7 @@ def main(args: Args, demo: bool = False) -> None:
         tokens = Tokens.of(episodes, index, device)
         teacher_episodes = None
         if args.teacher_prompt_column:
-            teacher_episodes = behind_teacher_prompts(episodes)
+            teacher_episodes = with_teacher_prompts(episodes)
         minibatches = packer.minibatches(episodes, index, split, teacher_episodes)
         teacher.to(device)
         if args.estimator == "sampled":
@@ -661,10 +668,10 @@ def main(args: Args, demo: bool = False) -> None:
                     )
                     means.add("policy/rollout_logprob_gap", gap)
                 means.merge(optimizer.step(lr))
-        if "reference" in args.machine.offload:  # it offloads a teacher, too
-            teacher.to("cpu")
+        teacher.to(job.idle_device)
         if due(step + 1, args.rollout.dump_rollouts_every):
             store_divergences(episodes, tokens.divergences)
+            # numbers, not None: by them a replay knows which episodes were trained on
             no_advantages = [0.0] * len(episodes)
             rollouts.dump(step + 1, collected, episodes, no_advantages, packer.budget)
 

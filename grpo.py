@@ -49,8 +49,8 @@ from common.flags import (
     Amount,
     Count,
     Data,
-    Limit,
     Machine,
+    Natural,
     Rollout,
     Run,
     Share,
@@ -113,10 +113,10 @@ class Args:
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of --kl-loss-coef; k3-is: times the ratio
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
-    overlong_buffer: Limit = 0
+    overlong_buffer: Natural = 0
     mask_truncated: bool = False  # do not train on truncated responses
     # replace groups of equal scores: sample up to this many times the prompts; 0: keep them
-    dynamic_sampling: Limit = 0
+    dynamic_sampling: Natural = 0
     # draw this many times the prompts, train on the groups whose scores deviate most
     oversample: Amount = 1.0
     # added to the score of a right answer, for each tool call that did something
@@ -798,8 +798,8 @@ def main(args: Args, demo: bool = False) -> None:
         with watch("logprob"):
             # The forward of the first update gives the old log-probs of its own minibatch, too
             # late for a KL in the reward.
-            without_logprobs = minibatches if args.kl_reward_coef else minibatches[1:]
-            packer.fill(tokens.old_logprobs, policy, without_logprobs, args.rollout.temperature)
+            needed_now = minibatches if args.kl_reward_coef else minibatches[1:]
+            packer.fill(tokens.old_logprobs, policy, needed_now, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)

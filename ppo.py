@@ -53,8 +53,8 @@ from common.flags import (
     Amount,
     Count,
     Data,
-    Limit,
     Machine,
+    Natural,
     Rollout,
     Run,
     Share,
@@ -118,7 +118,7 @@ class Args:
     kl_loss_coef: Amount = 0.0  # coefficient of the KL to the initial policy, in the loss; 0 = off
     kl_estimator: Literal["k2", "k3", "k3-is"] = "k3"  # of --kl-loss-coef; k3-is: times the ratio
     # last tokens of --max-response-tokens in which the score falls, by up to 1 (DAPO)
-    overlong_buffer: Limit = 0
+    overlong_buffer: Natural = 0
     mask_truncated: bool = False  # do not train on truncated responses
     # backbone of the critic, with the same tokenizer; default: --model
     critic_model: str | None = None
@@ -126,7 +126,7 @@ class Args:
     reward_model_weight: float = 1.0  # reward: the rule's score + this * the model's
     learning_rate: Amount = 1e-6  # peak of the schedule
     critic_learning_rate: Amount = 1e-5  # peak of the critic's schedule
-    critic_warmup_steps: Limit = 0  # first steps, in which the critic is trained alone
+    critic_warmup_steps: Natural = 0  # first steps, in which the critic is trained alone
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after warm-up
     # steps of linear warm-up; below 1: share of all steps (the policy's: after critic warm-up)
     warmup_steps: Amount = 0.0
@@ -787,16 +787,18 @@ def main(args: Args, demo: bool = False) -> None:
         with watch("logprob"):
             # The forward of the first update gives the old log-probs of its own minibatch: too
             # late for a KL in the reward, and a warm-up has no update of the policy.
-            without_logprobs = minibatches[1:]
+            needed_now = minibatches[1:]
             if args.kl_reward_coef or warming_up:
-                without_logprobs = minibatches
-            packer.fill(tokens.old_logprobs, policy, without_logprobs, args.rollout.temperature)
+                needed_now = minibatches
+            packer.fill(tokens.old_logprobs, policy, needed_now, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
                 if "reference" in args.machine.offload:
                     reference.to("cpu")
             packer.fill(tokens.values, critic, minibatches)
+
+        # what each token is worth: its reward, return and advantage
         max_response_tokens = args.rollout.max_response_tokens
         scores = shaped_scores(episodes, max_response_tokens, args.overlong_buffer)  # [E]
         scores += args.reward_model_weight * torch.tensor([e.model_reward or 0.0 for e in episodes])

@@ -222,7 +222,8 @@ def shared_prompt_flex_attention(
     **options: object,
 ) -> tuple[Tensor, None]:
     """`shared_prompt_attention` in flex attention's kernels; `masks` has one for each window of the
-    model (`block_masks`). units: for recurrent layers, if the model has some.
+    model (`block_masks`). units: not used; a model hands all its layers the same keywords, and
+    recurrent ones read it.
 
     transformers' function of this kind repeats keys and values for each query head where there are
     12, 28 or 40 of them. Sinks need a GPU.
@@ -309,7 +310,9 @@ def packed_flash_attention(
     if query.shape[3] > head_size:  # the kernels take one size
         value = pad(value, (0, query.shape[3] - head_size))
     # rotary embeddings may return float32
-    query, key, value = (x.to(value.dtype)[0].transpose(0, 1) for x in (query, key, value))
+    query = query.to(value.dtype)[0].transpose(0, 1)  # [L, H, D]
+    key = key.to(value.dtype)[0].transpose(0, 1)
+    value = value[0].transpose(0, 1)
     output = flash_attn_varlen_func(
         query,
         key,

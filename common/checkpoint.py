@@ -120,7 +120,11 @@ class Checkpoints:
                 self.loader.load_state_dict(saved["loader"])
                 self.num_epochs = int(self.loader.epoch)
             self.counts.update(saved.get("counts", {}))
-        reached.update({"step": self.start, "checkpoint": checkpoint})
+        goes_on = self.resumes_own and not weights_only
+        if goes_on and not self.best_step and self.world.is_main:
+            # the file names a best of later steps, which this run takes back
+            (self.folder / "best").unlink(missing_ok=True)
+        reached.update({"step": self.start, "checkpoint": checkpoint})  # printed at Ctrl-C
         return self.start
 
     def _load_models(self, folder: Path, weights_only: bool) -> None:
@@ -260,8 +264,8 @@ class Checkpoints:
             next_step = self.start - self.start % self.save_every + self.save_every
         if next_step >= total_steps > self.start:
             say(
-                f"no checkpoint is due before the end (--save-every {self.save_every}, "
-                f"{total_steps} steps); SIGTERM and Ctrl-C save one"
+                f"--save-every {self.save_every} asks for no checkpoint before the end "
+                f"({total_steps} steps); SIGTERM and Ctrl-C save one"
             )
 
     def warn_if_large(self) -> None:

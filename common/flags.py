@@ -51,7 +51,7 @@ OFFLOADS = ("optimizer", "reference", "base")
 SLEEP_LEVEL = 1
 
 Count = Annotated[int, Gt(0), Le(2**53)]
-Limit = Annotated[int, Ge(0), Le(2**53)]  # 0: there is none
+Natural = Annotated[int, Ge(0), Le(2**53)]  # what 0 means, each flag says
 Positive = Annotated[float, Gt(0)]
 Amount = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -180,7 +180,7 @@ class Rollout:
     max_turns: Count = 5
     # longest single answer (tokens); default: --max-response-tokens
     max_turn_tokens: Count | None = None
-    max_tool_errors: Limit = 3  # errors that are told to the policy; one more ends the trajectory
+    max_tool_errors: Natural = 3  # errors that are told to the policy; one more ends the trajectory
     max_images: Count = 16  # pictures in a trajectory, the prompt's included
     # with tools: turns in lock-step, so that a resume repeats them bit for bit
     deterministic: bool = False
@@ -203,7 +203,7 @@ class Rollout:
     eval_top_p: Annotated[float, Gt(0), Le(1)] = 1.0  # nucleus, in evaluation only
     eval_only: bool = False  # evaluate --eval-data, and stop; prints the table, writes the samples
     # steps between dumps of all episodes to OUTPUT_DIR/rollouts; 0: none
-    dump_rollouts_every: Limit = 0
+    dump_rollouts_every: Natural = 0
     # a dump: repeat the update of its step bit for bit, without an engine, and stop
     replay: Path | None = None
 
@@ -250,7 +250,7 @@ class Machine:
     # for families that were tried
     compile: tyro.conf.DisallowNone[bool | None] = None
     freeze_vision: bool = False  # train the language model alone
-    lora_rank: Limit = 0  # train LoRA adapters of this rank (try 16); 0: train the model itself
+    lora_rank: Natural = 0  # train LoRA adapters of this rank (try 16); 0: train the model itself
     lora_alpha: Positive = 32.0  # of LoRA: the product of the adapters counts alpha / rank times
     # of LoRA: linear layers of the language model, such as q_proj,v_proj; all: every one
     lora_targets: str = "all"
@@ -265,16 +265,16 @@ class Run:
     # folder or hub id[@REVISION] (none: the demo); or smollm2, tiny, tiny-vl, tiny-vl-python
     model: str = "tiny"
     output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
-    seed: Limit = 0  # data order, sampling, initialisation
+    seed: Natural = 0  # data order, sampling, initialisation
     total_steps: Count | None = None  # steps, in place of --total-epochs
     # passes over the data, if no --total-steps; prompts that refill a step come on top
     total_epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0
     # steps between evaluations (0: none in between); those before and after besides
-    eval_every: Limit = 20
+    eval_every: Natural = 20
     eval_before: bool = True  # evaluate before the first step
     eval_rows: Count = 512  # how many rows of --eval-data are used; the first ones
     # steps between checkpoints, or epoch; 0: at the end alone
-    save_every: Limit | Literal["epoch"] = 20
+    save_every: Natural | Literal["epoch"] = 20
     keep_checkpoints: Count = 2  # newest ones kept; the best by evaluation is kept besides
     resume: str = "auto"  # auto (the run in --output-dir), never, or a path
     # longest a phase (rollout, rewards, part of an evaluation) may take; then the end

@@ -28,7 +28,8 @@ FOLDERS = {name: Path(__file__).parent / "assets" / name for name in (*EMBEDDED,
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 # ORG/NAME@REVISION/SUBFOLDER; ORG, a revision and subfolders may be missing. Of revisions only
-# those that the hub makes of pull requests and conversions have slashes.
+# those that the hub makes of pull requests and conversions have slashes. `?+`: a NAME is never
+# taken for a subfolder.
 HUB_ID = re.compile(r"([^/@]+(?:/[^/@]+)?+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?((?:/[^/]+)*)/?")
 COMMIT = re.compile("[0-9a-f]{40}")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -56,9 +57,9 @@ SMOLLM2 = "smollm2-135m-instruct"  # folder of the prepared model
 def resolve_model(name: str, flag: str = "--model") -> str:
     """The folder of the model that `name` means.
 
-    name: an embedded name, smollm2, a folder, or a hub id, see `split_hub_id`, which the first rank
-    to get there downloads. SystemExit for a folder without a config.json or a tokenizer, with the
-    subfolders that have one, and for a file that cannot be read.
+    name: an embedded name, smollm2, a folder, or a hub id (`split_hub_id`), whose files the first
+    rank to get there downloads. SystemExit for a folder without a config.json or a tokenizer, with
+    the subfolders that have one, and for a file that cannot be read.
     """
     if name in FOLDERS:
         return str(FOLDERS[name])
@@ -238,7 +239,7 @@ def compare_weights(
 ) -> tuple[list[str], list[str], list[tuple]]:
     """(names that a folder's files lack, names that `model` has no place for, (name, shape in the
     files, shape in the model) of those that differ). SystemExit for unreadable files."""
-    _, report, _ = load_names(model, path, flag)
+    _, report, _ = load_on_meta(model, path, flag)
     buffers = dict(model.named_buffers())
     unknown: list[str] = []
     for name in sorted(report["unexpected_keys"]):
@@ -248,7 +249,9 @@ def compare_weights(
     return sorted(report["missing_keys"]), unknown, sorted(report["mismatched_keys"])
 
 
-def load_names(model: nn.Module, path: str, flag: str) -> tuple[nn.Module, dict, dict[str, Tensor]]:
+def load_on_meta(
+    model: nn.Module, path: str, flag: str
+) -> tuple[nn.Module, dict, dict[str, Tensor]]:
     """Load a folder's files, but no values, into a model like `model`.
 
     Returns it, transformers' report, and the {name: tensor} of the files, on the meta device.
@@ -341,9 +344,9 @@ def download(name: str, flag: str, kinds: Sequence[str] = HUB_FILES) -> Path:
 
 def commit_of(folder: str) -> str | None:
     """The commit of a model's repository, if the folder is in the hub's cache; else None."""
-    _, *after = folder.split("/snapshots/")
-    commit = after[-1].partition("/")[0] if after else ""
-    return commit if COMMIT.fullmatch(commit) else None
+    _, separator, path = folder.rpartition("/snapshots/")
+    commit = path.partition("/")[0]
+    return commit if separator and COMMIT.fullmatch(commit) else None
 
 
 def cache_folder() -> Path:

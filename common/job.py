@@ -78,7 +78,8 @@ class Job:
         self.world = init_world(run.stall_minutes)
         if demo:
             say("no --model given: running the embedded demo")
-        # all ranks call it: only `check_same` finds that some have an --output-dir, and others none
+        # on every rank, needed there or not, since it is a collective: that some have an
+        # --output-dir and others none is found later, by `check_same`
         default_folder = default_output_dir(script, run.model)
         self.output_dir = run.output_dir or default_folder
 
@@ -219,7 +220,7 @@ class Job:
         num_done = 0
         if self.training and has_finished(self.checkpoint, total_steps, folder):
             num_done = read_record(self.checkpoint)["step"]  # more than --total-steps, if that fell
-        num_done = broadcast_object(num_done)
+        num_done = broadcast_object(num_done)  # the first rank's: others may not see the folder
         if num_done:
             say(
                 f"nothing left to do: {self.checkpoint} has all {num_done} steps, {folder} is "
@@ -279,7 +280,7 @@ class Job:
         if self.machine.lora_rank:
             return Base(policy)
         self._register_frozen("reference", self.model_folder, "another reference")
-        return self._load_frozen(self.model_folder).to(self._idle_device)
+        return self._load_frozen(self.model_folder).to(self.idle_device)
 
     def load_teacher(
         self, path: str, policy: nn.Module, max_model_len: int, model_class: type[Policy]
@@ -299,14 +300,14 @@ class Job:
         )
         teacher.to(self.world.device)  # checked on the device on which it computes
         check_policy(teacher, self.compute_dtype, f"--teacher {path}")
-        return teacher.to(self._idle_device)
+        return teacher.to(self.idle_device)
 
     def _load_frozen(self, path: str, **options: Any) -> nn.Module:
         model = load_model(path, **self._model_options(trained=False) | options)
         return model.requires_grad_(False)
 
     @property
-    def _idle_device(self) -> torch.device:
+    def idle_device(self) -> torch.device:
         """Where a reference or a teacher is while it is idle."""
         if "reference" in self.machine.offload:
             return torch.device("cpu")
@@ -470,13 +471,14 @@ def check_headers(folder: Path) -> None:
             raise ValueError(f"{file.name}: {error}") from error
 
 
-def has_finished(checkpoint: Path | None, total_steps: int, model_folder: Path) -> bool:
-    """Whether a checkpoint has all steps of its run, and the run's model/ was written after it."""
-    config = model_folder / "config.json"  # the last file of an export
+def has_finished(checkpoint: Path | None, total_steps: int, export: Path) -> bool:
+    """Whether a checkpoint has all steps of its run, and `export`, the run's model/, was written
+    after it."""
+    config = export / "config.json"  # the last file of an export
     if not checkpoint or not config.is_file():
         return False
     # checkpoints/ may be a link to another disk: it is not resolved
-    is_own = checkpoint.absolute().parents[1].resolve() == model_folder.parent.resolve()
+    is_own = checkpoint.absolute().parents[1].resolve() == export.parent.resolve()
     has_all_steps = read_record(checkpoint)["step"] >= total_steps
     is_older = (checkpoint / "trainer.json").stat().st_mtime <= config.stat().st_mtime
     return is_own and has_all_steps and is_older

@@ -60,7 +60,7 @@ def facts_of_machine(model: str) -> dict[str, str]:
             facts[package] = metadata.version(package)
     for name, file in files.items():
         if name in code and file.is_file():
-            # whole: a fingerprint reads more than a file of code has
+            # whole: of so small a file `fingerprint` would read the same bytes many times
             num_bytes, sha = digest(file)
             facts[name] = f"{num_bytes} bytes, {sha[:12]}"
         elif file.is_file():

@@ -56,7 +56,7 @@ class MicroBatch:
     slots: Tensor  # [S] int64, ascending: of the B * L tokens, the placeholders of pictures
     feature_index: Tensor  # [S] int64: of each slot, the feature among those of all `media`
     media: list[Media]  # distinct pictures: each is encoded once, however many episodes show it
-    # of a pack: its units, [tokens of a prompt, tokens of a response, ...]; padding is a unit, too
+    # of a pack, for each prompt: its length, and those of its responses; padding is a unit, too
     units: list[list[int]]
 
     def to(self, device: torch.device) -> "MicroBatch":

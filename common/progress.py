@@ -59,11 +59,11 @@ class Progress:
             left = duration((now - loops[0].start) * (1 - share) / share) + " left"
         else:
             left = "nothing is done yet"
-        counts = ", ".join(loop.count() for loop in loops)
-        print(f"... {counts}, {left}", flush=True)
+        positions = ", ".join(loop.position() for loop in loops)
+        print(f"... {positions}, {left}", flush=True)
         Progress.last_print = now
 
-    def count(self) -> str:
+    def position(self) -> str:
         """The label, and how many of several items are done."""
         if len(self.items) <= 1:
             return self.label

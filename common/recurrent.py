@@ -100,6 +100,7 @@ def convolution_over_pack(
         length = segment.shape[2]
         state_and_segment = segment if state is None else torch.cat([state, segment], dim=2)
         outputs = convolution(state_and_segment, weight, bias, **options)[:, :, -length:]
+        # only a prompt's state is used, and a prompt has none before it
         return outputs, segment[:, :, 1 - weight.shape[1] :]
 
     return over_segments(convolve, units, [inputs], dim=2)

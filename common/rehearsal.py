@@ -90,18 +90,19 @@ class Rehearsal:
         outcome = FITS
         reset_peak(self.world.device)
         try:
-            # they take the place of Adam's moments, which are there at each update but the first
-            moments = [adamw.reserve_moments() for adamw in self.optimizers if not adamw.offload]
+            # memory for Adam's moments, which are there at each update but the first
+            reserved = [adamw.reserve_moments() for adamw in self.optimizers if not adamw.offload]
             yield minibatch
             for adamw in self.optimizers:
                 if adamw.offload:  # its moments are there for the optimizer's step alone
                     adamw.reserve_moments()
             left_gb = left_at_peak_gb(self.world.device)
-            del moments
+            del reserved
         except (RuntimeError, MemoryError) as error:
             memory = exhausted_memory(error)
             if not memory:
                 raise
+            # equal on all ranks only if they have run out at the same place
             outcome = f"out of {memory} after {self._num_collectives()} collectives"
         self._conclude(outcome, num_tokens, left_gb)
 
@@ -109,19 +110,23 @@ class Rehearsal:
         """Two micro-batches, if a step has so many trajectories: the second finds the gradients of
         the first in memory."""
         share_prompts = self.packer.layout.share_prompts
+        # without shared prompts each response has one of its own
+        group_size = self.rollout.samples_per_prompt if share_prompts else 1
         num_prompts = math.ceil(self.rollout.prompts_per_step / self.world.size)
-        if not share_prompts:  # each response has a prompt of its own
-            num_prompts *= self.rollout.samples_per_prompt
+        num_left = num_prompts * self.rollout.samples_per_prompt  # episodes of a step
         episodes: list[Episode] = []
         for _ in range(2):
+            # what is left of a group begins anew with its prompt, as in a pack
             first_prompt = episodes[-1].prompt_index + 1 if episodes else 0
-            episodes += longest_episodes(
+            longest_left = longest_episodes(
                 self.rollout,
-                range(first_prompt, num_prompts),
+                range(first_prompt, first_prompt + math.ceil(num_left / group_size)),
                 budget=self.packer.budget,
                 share_prompts=share_prompts,
                 vision=self.packer.vision,
             )
+            episodes += longest_left[:num_left]
+            num_left -= len(longest_left[:num_left])
         index = TokenIndex(episodes)
         (minibatch,) = self.packer.minibatches(episodes, index, [list(range(len(episodes)))])
         return minibatch

@@ -142,7 +142,7 @@ def verify_together(folder: Path, world: World) -> dict:
     problems = [text for text in gather_objects(problem) if text]
     if problems:
         remedy = ""
-        for path in complete_steps(folder.parent):
+        for path in complete_steps(folder.parent):  # in their order: the last one before it stays
             # by number: a longer name is that of a later step
             if (len(path.name), path.name) < (len(folder.name), folder.name):
                 remedy = f"--resume {path} goes on from the one before; "

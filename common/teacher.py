@@ -32,8 +32,8 @@ MAX_EXAMPLES = 20  # tokens that a message names
 
 
 def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
-    """The folder of the teacher; that of the student if there is no name. If only rows can hold the
-    teacher, the student is read in rows, too.
+    """The folder of the teacher; that of the student if there is no name. Where --attention is auto
+    and packs cannot hold the teacher, it becomes rows for the student, too.
 
     max_model_len: longest prompt with its response (tokens) that it reads. SystemExit if it cannot
     judge the student's tokens.
@@ -41,11 +41,13 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
     if name is None:
         return job.model_folder
     path = resolve_model(name, "--teacher")
+    if path == job.model_folder and job.machine.lora_rank and "reference" in job.machine.offload:
+        raise SystemExit("--offload reference has no effect: with LoRA the teacher is the base")
     label = f"--teacher {path}"
     trust_remote_code = job.machine.trust_remote_code
     model = skeleton(path, trust_remote_code, "--teacher")
     attention = exact_attention(model, job.attention, job.machine)
-    if attention != job.attention:  # rows, of which each length would be compiled anew
+    if attention != job.attention:  # "rows": each length of a row would be compiled anew
         job.attention = attention
         job.compile = False
     refuse_inexact(model, job.attention, label)
@@ -250,7 +252,7 @@ def check_replayed_prompts(episodes: list[Episode], path: Path, column: str | No
         )
 
 
-def behind_teacher_prompts(episodes: list[Episode]) -> list[Episode]:
+def with_teacher_prompts(episodes: list[Episode]) -> list[Episode]:
     """The episodes as the teacher reads them."""
     return [replace(episode, prompt_ids=episode.teacher_prompt_ids) for episode in episodes]
 

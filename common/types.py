@@ -224,7 +224,7 @@ class ToolReply:
     failed: bool = False
     info: dict = field(default_factory=dict)
     role: str = "tool"  # of the message that holds text and images
-    pictures: "Future[list[Media]] | None" = None  # the images, once they are decoded
+    decoding: "Future[list[Media]] | None" = None  # of its images
 
 
 def error_text(reason: str, role: str) -> str:

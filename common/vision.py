@@ -227,33 +227,33 @@ def window_attention(
     hidden_states: [P, H]. cu_seqlens: [W + 1] int32, where windows begin and end; the same tensor
     in all layers that have these windows. position_embeddings: cosines and sines [P, D].
     """
-    if not hasattr(cu_seqlens, "windows"):  # once for all layers: its values are on the GPU
-        cu_seqlens.windows = windows_by_length(cu_seqlens)
-        order = torch.cat([window.flatten() for window in cu_seqlens.windows])
+    if not hasattr(cu_seqlens, "groups"):  # once for all layers: its values are on the GPU
+        cu_seqlens.groups = windows_by_length(cu_seqlens)
+        order = torch.cat([windows.flatten() for windows in cu_seqlens.groups])
         cu_seqlens.places = order.argsort()  # of each patch in that order
     qkv = module.qkv(hidden_states).unflatten(-1, (3, module.num_heads, -1))  # [P, 3, heads, D]
     query, key, value = qkv.unbind(1)
     modeling = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
     query, key = modeling.apply_rotary_pos_emb_vision(query, key, *position_embeddings)
     outputs = []
-    for window in cu_seqlens.windows:  # [W, L]: numbers of patches
-        parts = (part[window].transpose(1, 2) for part in (query, key, value))
-        attended = nn.functional.scaled_dot_product_attention(*parts)  # [W, heads, L, D]
+    for windows in cu_seqlens.groups:  # [G, L]: the patches of G windows of one length
+        parts = (part[windows].transpose(1, 2) for part in (query, key, value))
+        attended = nn.functional.scaled_dot_product_attention(*parts)  # [G, heads, L, D]
         outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     return module.proj(torch.cat(outputs)[cu_seqlens.places])
 
 
 def windows_by_length(cu_seqlens: Tensor) -> list[Tensor]:
-    """The numbers of the patches of all windows of a length, [W, L] int64, for each length."""
+    """The numbers of the patches of all windows of a length, [G, L] int64, for each length."""
     bounds = cu_seqlens.tolist()
     starts_of_length: dict[int, list[int]] = {}
     for start, end in pairwise(bounds):
         starts_of_length.setdefault(end - start, []).append(start)
-    windows = []
+    groups = []
     for length, starts in starts_of_length.items():
         numbers = torch.tensor(starts)[:, None] + torch.arange(length)
-        windows.append(numbers.to(cu_seqlens.device))
-    return windows
+        groups.append(numbers.to(cu_seqlens.device))
+    return groups
 
 
 def is_composite(config) -> bool:

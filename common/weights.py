@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from common.hub import load_names
+from common.hub import load_on_meta
 from common.torch_repair import transformers
 
 # patterns of what older files have, and transformers computes
@@ -50,7 +50,7 @@ def saved_sizes(model: nn.Module, path: str) -> dict[str, int]:
     What the files hold beyond the model, and transformers ignores, is left out. Files of a backbone
     alone lack its prefix. SystemExit if transformers does not give back what it has read.
     """
-    loaded_model, _, tensors_in_files = load_names(model, path, "--model")
+    loaded_model, _, tensors_in_files = load_on_meta(model, path, "--model")
     weights = [*loaded_model.named_parameters(), *saved_buffers(loaded_model)]
     head = loaded_model.get_output_embeddings().weight
     is_tied = head is loaded_model.get_input_embeddings().weight

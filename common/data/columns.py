@@ -35,4 +35,9 @@ def text_problems(files: RowFiles, column: str) -> dict[int, str]:
         value = record if isinstance(record, str) else column_value(record, column)
         if isinstance(record, str) or not isinstance(value, str) or not value.strip():
             problems[index] = f"{column} is {value!r:.80}, expected a text"
+            continue
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair
+            problems[index] = f"{column} cannot be encoded: {error}"
     return problems

@@ -107,8 +107,8 @@ class ToolProtocol:
         """The text between an end-of-turn token and the next turn: a message of `role`.
 
         parts: texts and pictures; a picture becomes one placeholder. num_pictures: how many stand
-        before these. ValueError if the chat template refuses the role, or does not end the
-        assistant's turns with the end token.
+        before these, for a protocol that numbers them. ValueError if the chat template refuses the
+        role, or does not end the assistant's turns with the end token.
         """
         content = []
         for part in parts:
@@ -198,6 +198,7 @@ class Code(ToolProtocol):
         An <answer> that is closed and not empty ends the trajectory: then there is no call.
         """
         text = text.rstrip()
+        # between the first <answer> and the last </answer>; "" if one of them is missing
         before_close, _, _ = text.rpartition("</answer>")
         _, _, answer = before_close.partition("<answer>")
         if answer.strip():
@@ -207,7 +208,7 @@ class Code(ToolProtocol):
             if not block.startswith(FENCE):
                 return None
         else:
-            start = text.rfind(FENCE, 0, -len(FENCE_END))
+            start = text.rfind(FENCE)
             if start < 0:
                 return None
             block = text[start:]

@@ -77,8 +77,8 @@ def without_nulls(value):
 
 
 def with_control_tokens_spaced(messages: list[dict], spaced: Callable[[str], str]) -> list[dict]:
-    """Messages in which control tokens are spaced where a user or a tool spells them: they are
-    encoded as text. `spaced` comes from common/data/protocols.py's `spacing`."""
+    """Messages in which a control token that a user or a tool spells is text: "<|end|>" becomes
+    "< |end|>". `spaced`: the function that `spacing` of common/data/protocols.py returns."""
     cleaned = []
     for message in messages:
         if message["role"] in UNTRUSTED_ROLES:
@@ -230,10 +230,10 @@ def _default_system(tokenizer, chat_template: str) -> str:
     except (TemplateError, TypeError, ValueError):  # a template without such a role
         return DEFAULT_SYSTEM
     before, _, after = with_system.partition(PROBE)
-    text_length = len(without_system) - len(before) - len(after)
-    if without_system.startswith(before) and without_system.endswith(after) and text_length > 0:
-        return without_system[len(before) : len(before) + text_length]
-    return DEFAULT_SYSTEM
+    default = ""
+    if without_system.startswith(before) and without_system.endswith(after):
+        default = without_system[len(before) : len(without_system) - len(after)]
+    return default or DEFAULT_SYSTEM
 
 
 def with_tools(

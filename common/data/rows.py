@@ -26,7 +26,8 @@ from common.progress import Progress, say
 
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
 LINES = {b"place": b"line"}  # metadata of a table whose rows were lines of a file
-# keys of an object that may hold all rows of a file
+# An object with a list of objects under one of these keys is a whole file and no row. Its rows are
+# read if the key is "data"; else it is refused.
 ROW_LISTS = (
     "data",
     "rows",
@@ -39,7 +40,7 @@ ROW_LISTS = (
     "validation",
     "test",
 )
-# what such files begin with
+# what a packed file and a parquet file begin with
 GZIP = b"\x1f\x8b"
 PARQUET = b"PAR1"
 NO_ROWS = {  # the beginning of a file that was saved instead of rows -> what it is
@@ -112,7 +113,7 @@ class RowFiles:
             if columns is not None:
                 names = [name for name in names if name == JSON_LINE or name in columns]
             try:
-                yield from records(table.select(names))
+                yield from records_of_table(table.select(names))
             except (LookupError, OverflowError, ValueError) as error:
                 # two columns of one name, the year 10000, ...
                 raise ValueError(
@@ -203,6 +204,7 @@ def arrow_files(path: Path, flag: str) -> list[str]:
                 for batch in rows:
                     writer.write_batch(batch)
             file.flush()
+            # it keeps the file, which has no name, for the ranks that will map it
             descriptor = os.dup(file.fileno())
     except (OSError, ValueError):
         return []  # each rank reads the file itself, and raises what is wrong with it
@@ -297,11 +299,14 @@ def json_rows(content: bytes, are_lines: bool) -> tuple[list[bytes], dict[bytes,
         is_list = bool(lines) and lines[0].lstrip().startswith(b"[")
         if is_list and not only_first_row_is_broken:
             raise
-        return lines, LINES  # `records` gives the reason for each that is broken
-    rows = value
-    if isinstance(value, dict) and not (are_lines and len(lines) == 1):
-        rows = rows_within(value, is_line=len(lines) == 1)
-    if not isinstance(rows, list):
+        return lines, LINES  # `json_record` gives the reason for each that is broken
+    rows = None  # unless the whole text is a list, or an object that holds one
+    is_line = len(lines) == 1
+    if isinstance(value, list):
+        rows = value
+    elif isinstance(value, dict) and not (are_lines and is_line):
+        rows = rows_within(value, is_line)
+    if rows is None:
         return lines, LINES
     return [json.dumps(row).encode() for row in rows], None
 
@@ -380,7 +385,7 @@ def batch_size(columns: list[str]) -> int:
     return 32 if {"image", "images", "videos"} & set(columns) else 4096
 
 
-def records(table: pa.Table) -> Iterator[dict | str]:
+def records_of_table(table: pa.Table) -> Iterator[dict | str]:
     """Every row as a dict, or as the reason why it is none; a batch at a time."""
     for batch in table.to_batches(max_chunksize=batch_size(table.column_names)):
         if table.column_names == [JSON_LINE]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from common.data.media import for_interpreter
 from common.data.render import bare_text, without_nulls
-from common.data.rows import JSON_LINE, records
+from common.data.rows import JSON_LINE, records_of_table
 from common.pictures import BadRow
 from common.types import Tool
 
@@ -42,7 +42,7 @@ def to_verl(
     """
     columns = table.column_names
     if columns == [JSON_LINE]:
-        columns = next(records(table), REQUIRED)
+        columns = next(records_of_table(table), REQUIRED)
         if isinstance(columns, str):
             return table  # a first line that is no JSON object is reported as a bad row
     if not set(columns) >= set(REQUIRED):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from common.data.rows import JSON_LINE, records
+from common.data.rows import JSON_LINE, records_of_table
 from common.data.table_files import stem_of
 
 COLUMNS = {"question", "answer", "qid", "image"}
@@ -64,7 +64,7 @@ def lines_to_verl(
 ) -> pa.Table:
     """`to_verl` for lines of JSON. A line that lacks a column, or is no object, stays as it is."""
     rows_by_line: dict[int, dict] = {}
-    for i, row in enumerate(records(table)):
+    for i, row in enumerate(records_of_table(table)):
         if isinstance(row, dict) and row.keys() >= COLUMNS:
             rows_by_line[i] = row
     prefix = path_prefix(list(rows_by_line.values()), path, media_root)

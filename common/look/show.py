@@ -18,7 +18,7 @@ from common.data.render import (
     to_messages,
     with_control_tokens_spaced,
 )
-from common.data.rows import RowFiles, records
+from common.data.rows import RowFiles, records_of_table
 from common.data.verl import row_problem, to_verl, truth_of
 from common.files import shorten
 from common.hub import EMBEDDED, HUB_FILES, download, load_tokenizer, resolve_model
@@ -146,7 +146,7 @@ def in_verl_columns(table: pa.Table, path: Path) -> pa.Table:
     try:
         return to_verl(table, path, "FILE", None, False, needs_truth=False)
     except ValueError as error:
-        first_record = next(records(table), {})
+        first_record = next(records_of_table(table), {})
         readers = [PROGRAMS[name] for name in first_record if name in PROGRAMS]
         if readers:
             raise SystemExit(

@@ -124,7 +124,7 @@ SYMBOL = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 # x' and 5!, but not a letter in quotes
 MARKED = re.compile(r"(?<![A-Za-z'\"“‘`])[A-Za-z]'+(?![A-Za-z])|[0-9]!+")
 # in a text with one of these, letters are symbols
-SYMBOLS = re.compile(
+SIGN_OF_SYMBOLS = re.compile(
     r"\\(?:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)|[a-z0-9})]\s*[\^_=]", re.IGNORECASE
 )
 
@@ -141,7 +141,7 @@ def symbols_differ(answer: str, truth: str) -> bool:
     truth = typeset(truth)
     if MARKED.findall(answer) != MARKED.findall(truth):
         return True
-    if not SYMBOLS.search(answer) and not SYMBOLS.search(truth):
+    if not SIGN_OF_SYMBOLS.search(answer) and not SIGN_OF_SYMBOLS.search(truth):
         return False
     symbols = SYMBOL.findall(answer)
     true_symbols = SYMBOL.findall(truth)
@@ -174,8 +174,8 @@ def same_plain(answer: str, truth: str) -> bool:
         value, unit = number
         true_value, true_unit = true_number
         return value == true_value and (unit == true_unit or not unit or not true_unit)
-    true_words = words(truth)
-    return true_words != "" and words(answer) == true_words
+    true_wording = wording(truth)
+    return true_wording != "" and wording(answer) == true_wording
 
 
 def option(text: str) -> tuple[str, str]:
@@ -287,7 +287,7 @@ def quantity(text: str) -> tuple[Fraction, str] | None:
 SPACE_IN_BRACKETS = re.compile(r"(?<=[(\[]) | (?=[)\]])")  # ( 3, 4 )
 
 
-def words(text: str) -> str:
+def wording(text: str) -> str:
     without_articles = re.sub(r"\b(?:an?|the)\s+(?=\S)", "", text)
     text = re.sub(rf"\s*{COMMA}\s*|\s+", " ", without_articles)
     return SPACE_IN_BRACKETS.sub("", text)

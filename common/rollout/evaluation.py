@@ -122,8 +122,9 @@ def maj_at_k(preds: list[str], scores: list[float]) -> float:
         scores_of[pred or ""].append(score)
     if len(scores_of) > 1:
         scores_of.pop("", None)
-    num_votes = max(len(votes) for votes in scores_of.values())
-    return fmean(fmean(votes) for votes in scores_of.values() if len(votes) == num_votes)
+    num_votes = max(len(same) for same in scores_of.values())
+    winners = [fmean(same) for same in scores_of.values() if len(same) == num_votes]
+    return fmean(winners)
 
 
 def wilson_interval(p: float, n: int) -> tuple[float, float]:
@@ -145,11 +146,11 @@ def summarize(samples: list[dict]) -> dict[str, float]:
 
     Accuracy, reward, anls, pass@k and maj@n are means over prompts of means over samples: a prompt
     that lost a sample weighs as much as the others. n is the smallest number of samples that a
-    prompt has; k goes over the powers of two up to n, and n. If all samples have calls and
-    call_errors, eval/rapr is the share of samples with a call (rate of pixel-space reasoning, arXiv
-    2505.15966), and eval/tool_error_rate the share of calls that failed. eval/unscored is the
-    number of prompts without a truth, if there are any: they count only in lengths and calls.
-    ValueError without samples.
+    prompt has, though all that a prompt has vote in maj@n; k goes over the powers of two up to n,
+    and n. If all samples have calls and call_errors, eval/rapr is the share of samples with a call
+    (rate of pixel-space reasoning, arXiv 2505.15966), and eval/tool_error_rate the share of calls
+    that failed. eval/unscored is the number of prompts without a truth, if there are any: they
+    count only in lengths and calls. ValueError without samples.
     """
     if not samples:
         raise ValueError("nothing to summarize: the evaluation has no samples")

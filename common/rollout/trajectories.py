@@ -166,7 +166,7 @@ class Turns:
                 f"warning: --environment {self.flags.environment} has no reward, and the first row "
                 "no ground truth: without a --reward-function nothing scores its responses"
             )
-        return closing.info.get("reward") is not None
+        return "reward" in closing.info  # before the first turn it may be None
 
     def _try_call(self, call: Call, transcript: Transcript, label: str) -> ToolReply:
         job = EnvironmentJob(call.name, {}, transcript)
@@ -252,17 +252,17 @@ class Turns:
         has_usable_replies = bool(replies) and not self.lockstep
         timeout_s = 0.0 if engine_has_work or has_usable_replies else 1.0
         for key, reply in self.tool_pool.poll(timeout_s):
-            reply.pictures = self.decoders.submit(self.observations.open_pictures, reply)
+            reply.decoding = self.decoders.submit(self.observations.open_pictures, reply)
             replies[key] = reply
         if not engine_has_work:
             # not for long: the reply of another tool may come first
-            futures = [reply.pictures for reply in replies.values()]
+            futures = [reply.decoding for reply in replies.values()]
             wait(futures, timeout=0.01, return_when=FIRST_COMPLETED)
 
     def _usable_replies(self, replies: dict[int, ToolReply], engine_has_work: bool) -> list[int]:
         """The keys of the replies that the trajectories take now."""
         if not self.lockstep:
-            return [key for key in sorted(replies) if replies[key].pictures.done()]
+            return [key for key in sorted(replies) if replies[key].decoding.done()]
         # all together, and after new prompts: a fast reply must not overtake them
         if engine_has_work or self.tool_pool.pending:
             return []
@@ -301,22 +301,22 @@ class Turns:
 
     # --- calls ---
 
-    def read_turn(self, trajectory: Trajectory, last_turn: list[int]) -> Call | None:
-        """Append the last turn to the messages; return the call that it ends in, or FUNCTION_REPLY.
-        None if the trajectory ends here; `finish_reason` says why."""
+    def read_turn(self, trajectory: Trajectory, turn_ids: list[int]) -> Call | None:
+        """Append a turn to the messages; return the call that it ends in, or FUNCTION_REPLY. None
+        if the trajectory ends here; `finish_reason` says why."""
         episode = trajectory.episode
         row = trajectory.row
         gets_function_reply = row.answer_kwargs is not None
         if episode.finish_reason != "stop" or not (row.tools or gets_function_reply):
             return None
-        text = self.tokenizer.decode(last_turn, skip_special_tokens=True)
+        text = self.tokenizer.decode(turn_ids, skip_special_tokens=True)
         episode.messages.append({"role": "assistant", "content": text})
         call = None
         if row.tools:
             protocol = trajectory.protocol
-            call = protocol.find_call(protocol.read(last_turn))
+            call = protocol.find_call(protocol.read(turn_ids))
         if call is None:
-            # even in the last turn: the function may have a reward for it
+            # even of the last turn that --max-turns allows: the function may have a reward for it
             return FUNCTION_REPLY if gets_function_reply else None
         if episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"
@@ -470,8 +470,8 @@ class Turns:
     def _decode(self, call: Call, reply: ToolReply) -> tuple[ToolReply, list[Media]]:
         """The reply and its pictures; an error without pictures if one cannot be read."""
         try:
-            if reply.pictures:
-                return reply, reply.pictures.result()
+            if reply.decoding:
+                return reply, reply.decoding.result()
             return reply, self.observations.open_pictures(reply)
         except ValueError as error:
             # `call_tool` sends no such picture, but a tool may itself write to the worker's socket

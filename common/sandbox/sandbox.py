@@ -88,6 +88,7 @@ class Sandbox:
         self.confined = confined
         self.anew = anew
         self.losses = 0  # in a row, each in the state CLEANING
+        # the Pool's: the jobs for this sandbox alone, and the key of the one it has
         self.queue: deque[tuple[Hashable, Block]] = deque()
         self.key: Hashable = None
         self.block: Block | None = None  # the one it works at
@@ -113,7 +114,7 @@ class Sandbox:
             self.folder = tempfile.TemporaryDirectory("", "python-", ignore_cleanup_errors=True)
             folder = self.folder.name
             kept = []
-            server = str(INSIDE[0])
+            server = str(INSIDE[0])  # the same file, where it is
             filter_text = ""
         environment = {}
         for name, value in ENVIRONMENT.items():
@@ -210,7 +211,8 @@ class Sandbox:
         self.block = block
         if not anew and self.holds(block):
             self.order(b"go")
-            self.send(block.earlier[-1][1], [], [])
+            _, num_figures = block.earlier[-1]  # the child has run that block
+            self.send(num_figures, earlier=[], pictures=[])
             return
         self.unlink()
         end, child_end = socket.socketpair()
@@ -249,6 +251,7 @@ class Sandbox:
             encoded = []
         self.link.send(data)
         self.losses = 0
+        # BEGUN and a reply of each earlier block, then BEGUN of this one
         self.messages_before = 2 * len(earlier) + 1
         self.enter(State.REPEATING, self.timeout_s * (1 + len(earlier)))
 
@@ -293,8 +296,8 @@ class Sandbox:
         if message != "done":
             self.excess = message  # it has killed the child, whose socket ends next
         elif self.state == State.CLEANING:
-            self.excess = ""
-            self.send(0, self.block.earlier, self.block.pictures)
+            self.excess = ""  # what has come since may be about the last child
+            self.send(num_figures=0, earlier=self.block.earlier, pictures=self.block.pictures)
         elif self.block:
             # the sandbox before this one was lost on what an earlier trajectory had left
             self.begin(self.block, anew=True)

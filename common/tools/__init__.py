@@ -224,7 +224,7 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
         return reply_fields(tool, tool.function(**{**row_kwargs, **arguments}))
     except MemoryError:
         raise
-    except ValueError as error:
+    except ValueError as error:  # the call is refused: no sign that the tool itself is wrong
         return {"text": error_text(str(error), tool.role), "error": True}
     except Exception as error:  # whatever it is, the policy reads it and may do better
         text = error_text(f"{type(error).__name__}: {error}", tool.role)
@@ -260,7 +260,7 @@ def as_reply(fields: dict, tool: Tool) -> ToolReply:
             info=fields.get("info", {}),
             role=tool.role,
         )
-    error = fields["error"]
+    error = fields["error"]  # here the reason, a text
     if tool.trusted or error.startswith(NO_WORKER):
         return ToolReply(error, failed=True, role=tool.role)
     text = error_text(error, tool.role)

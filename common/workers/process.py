@@ -51,7 +51,8 @@ SIZE_BYTES = 8  # of the size that precedes a message
 KEEPER_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 USER_MODULE = "user_file_"  # prefix of the names of modules that `load_function` makes
 
-# a function of an importable module: specification -> (job -> reply)
+# A function of an importable module: specification -> handler (job -> reply). A handler may have
+# `facts`, a dict for the trainer, and `close()`.
 MakeHandler = Callable[[str], Callable[[Any], dict]]
 
 
@@ -227,7 +228,7 @@ class Worker:
         if error.startswith("MemoryError"):  # the process may still hold that memory
             return self._fail(error)
         self.enter(self.IDLE)
-        return reply.get("result", reply)
+        return {"error": error} if error else reply["result"]
 
     def _check_deadline(self) -> dict | None:
         """None while there is time; after the deadline as `_fail`."""

@@ -21,9 +21,9 @@ from common.logprobs import LogitTransform
 from common.packing import Packer, TokenIndex
 from common.teacher import (
     Predictor,
-    behind_teacher_prompts,
     check_same_tokens,
     store_divergences,
+    with_teacher_prompts,
 )
 from common.types import Episode
 from distill import Args, Tokens, backward, divergence_terms
@@ -238,7 +238,7 @@ def packed_step(
         episodes,
         index,
         [list(range(len(episodes)))],
-        behind_teacher_prompts(episodes) if args.teacher_prompt_column else None,
+        with_teacher_prompts(episodes) if args.teacher_prompt_column else None,
     )
     if args.estimator == "sampled":
         packer.fill(

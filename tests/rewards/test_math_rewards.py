@@ -474,6 +474,9 @@ EQUAL = [  # in both directions
     ("28 pct", r"28\%"),
     ("75 (%)", "75"),
     ("5 pounds", "5 (pounds of sand)"),
+    ("3 liters", "3 liters of water"),
+    (r"5\text{ metres}", "5 meters of cloth"),
+    ("5 feet", "5 (feet of rope)"),
     ("6 (long pieces)", "6 pieces"),
     ("1 (movie)", "1"),
     ("3 h 20 min", r"3\text{ hours and }20\text{ minutes}"),
@@ -541,6 +544,11 @@ UNEQUAL = [  # answer, ground truth
     ("3, 100, 200", "3100200"),
 ]
 DIFFERENT = [  # in both directions
+    (
+        r"5\text{ kg m}^2",
+        r"5\text{ kg}",
+    ),  # a power of a unit is no noun
+    (r"5\text{ m}^2\text{ s}", r"5\text{ s}"),
     (r"3\mathrm{x}", "3"),
     (r"5\mathrm{k}", "5"),
     (r"3\mathrm{i}", "3"),

@@ -540,6 +540,24 @@ def test_a_run_that_goes_back_knows_the_best_of_its_own_history(tmp_path, world)
         assert (kept / "best").read_text() == "step_000010" and (kept / "step_000010").is_dir()
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_run_that_goes_back_to_before_its_first_evaluation_has_no_best(
+    tmp_path, world, weights_only
+):
+    """An evaluation leaves the file as it is."""
+    first = checkpoints(tmp_path, world, keep=3)
+    first.save(10, None)
+    first.save(20, 0.9)
+    best = tmp_path / "checkpoints" / "best"
+    assert best.read_text() == "step_000020"
+    again = checkpoints(tmp_path, world, resume=str(tmp_path / "checkpoints/step_000010"), keep=3)
+    assert again.resume(weights_only=weights_only) == 10 and again.best == -math.inf
+    assert best.exists() == weights_only
+    if not weights_only:
+        again.save(15, None)
+        assert not best.exists()
+
+
 def test_a_best_that_is_gone_is_none(tmp_path, world):
     """It was no longer the best, and was dropped; then the run went back to before that."""
     first = checkpoints(tmp_path, world, keep=2)
@@ -699,7 +717,7 @@ def test_a_run_without_a_checkpoint_before_its_end_says_so(
     checkpoints.num_epochs = int(checkpoints.loader.epoch)
     checkpoints.note_if_none_is_due(total_steps, rows_per_step=4)
     line = (
-        f"no checkpoint is due before the end (--save-every {save_every}, {total_steps} steps); "
+        f"--save-every {save_every} asks for no checkpoint before the end ({total_steps} steps); "
         "SIGTERM and Ctrl-C save one\n"
     )
     assert capsys.readouterr().out == (line if told else "")

@@ -4,6 +4,7 @@ flags are refused."""
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -324,13 +325,15 @@ def test_prompts_of_the_teacher_are_checked_row_by_row(value, reason, tmp_path):
 
 
 def test_responses_of_the_data_set_are_checked_row_by_row(tmp_path, job):
-    file = write_rows(tmp_path / "rows.jsonl", response=lambda i: None if i == 5 else "1+2")
+    wrong = {5: None, 7: "1 \ud83d"}  # half of a surrogate pair: no tokenizer reads it
+    file = write_rows(tmp_path / "rows.jsonl", response=lambda i: wrong.get(i, "1+2"))
     train_data = prompts_of(file, tokenizer=job.tokenizer, needs_truth=False)
     with pytest.raises(SystemExit) as error:
         Responses(job, Data(), train_data, "response")
     assert "--response-column response" in str(error.value) and "line 6" in str(error.value)
+    assert "2 rows without a response" in str(error.value)
     responses = Responses(job, Data(bad_rows="drop"), train_data, "response")
-    assert 5 not in train_data.usable and len(train_data) == 23
+    assert not wrong.keys() & set(train_data.usable) and len(train_data) == 22
     episode = responses.episode(2, train_data[0], max_tokens=24)
     assert job.tokenizer.decode(episode.response_ids) == "1+2" + job.tokenizer.eos_token
     assert episode.loss_mask == [1] * len(episode.response_ids)
@@ -346,6 +349,14 @@ def job(monkeypatch, world, tmp_path):
     monkeypatch.setattr("common.job.init_world", lambda *_: world)
     run = Run(model="tiny", output_dir=tmp_path / "run", resume="never")
     return Job("distill", Data(), Machine(), run, demo=False, training=False)
+
+
+def test_the_base_of_an_adapter_is_no_teacher_to_offload(job):
+    """By whatever name it is given: `teacher.to("cpu")` would move the policy."""
+    job.machine = replace(job.machine, lora_rank=4, offload=("reference",))
+    for name in ("tiny", job.model_folder):
+        with pytest.raises(SystemExit, match="--offload reference has no effect"):
+            find_teacher(job, name, 96)
 
 
 def test_a_teacher_needs_a_tokenizer_and_positions(job, tmp_path):

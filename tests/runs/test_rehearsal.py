@@ -1,6 +1,7 @@
 """The largest micro-batches of a run, rehearsed before anything is sampled."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,17 @@ def test_no_more_trajectories_than_a_step_has(case):
     for budget, expected in ((10_000, [2]), (208, [1, 1])):  # groups of each micro-batch
         with case(few, budget).rehearsal.attempt() as minibatch:
             assert [len(batch.units) for batch in minibatch.micro_batches] == expected
+
+
+def test_a_group_that_is_cut_goes_on_in_the_second_micro_batch(case):
+    """Four answers of a single prompt, of which a micro-batch takes one and a part."""
+    single = replace(GROUPS, prompts_per_step=1)
+    assert (single.samples_per_prompt, single.max_response_tokens) == (4, 48)
+    with case(single, 128).rehearsal.attempt() as minibatch:
+        assert [batch.units for batch in minibatch.micro_batches] == [[[64, 48, 16]]] * 2
+    with case(replace(single, samples_per_prompt=3), 128).rehearsal.attempt() as minibatch:
+        units = [batch.units for batch in minibatch.micro_batches]
+        assert units == [[[64, 48, 16]], [[64, 48]]]
 
 
 def test_a_rehearsal_learns_nothing(case, world, capsys):

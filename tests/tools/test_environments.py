@@ -235,8 +235,13 @@ def test_a_property_that_fails_is_not_missing():
     "reward, truth, is_warned",
     [("score", None, True), ("score", "7", False), ("get_reward", None, False)],
 )
-def test_a_game_that_nothing_scores_is_warned_of(open_turns, reward, truth, is_warned, capsys):
-    turns = open_turns(RANDOM.replace("def get_reward(", f"def {reward}("))
+@pytest.mark.parametrize("first", ["len(self.seen)", "None"])
+def test_a_game_that_nothing_scores_is_warned_of(
+    open_turns, reward, truth, is_warned, first, capsys
+):
+    """Before its first turn a game may have no reward so far."""
+    game = RANDOM.replace("def get_reward(", f"def {reward}(")
+    turns = open_turns(game.replace("return len(self.seen)", f"return {first}"))
     the_row = game_row(turns)
     the_row.ground_truth = truth
     assert turns.try_out([the_row]) == (reward == "get_reward")

@@ -122,17 +122,18 @@ def split_units(answer: str, truth: str) -> tuple[str, str, str, str]:
     answer_core, unit = split_unit(answer)
     true_core, true_unit = split_unit(truth)
     if unit and not true_unit:
-        true_core, true_unit = split_unit(truth, noun=unit)
+        true_core, true_unit = split_unit(truth, unit)
     elif true_unit and not unit:
-        answer_core, unit = split_unit(answer, noun=true_unit)
+        answer_core, unit = split_unit(answer, true_unit)
     return answer_core, unit, true_core, true_unit
 
 
-def split_unit(text: str, noun: str = "") -> tuple[str, str]:
+def split_unit(text: str, other_unit: str = "") -> tuple[str, str]:
     r"""Split a number and its unit: 5\text{ cm}^2 gives ("5", "centimetre^2"), 9 (apples) gives
     ("9", "apple"). Without a unit: (text, "").
 
-    noun: what counts as a unit although it is no plural, or one letter.
+    other_unit: that of the other answer. A single letter, or a noun that is no plural, counts as a
+    unit only if it names this one.
     """
     rest = text  # without a currency in front
     currency = ""
@@ -140,13 +141,13 @@ def split_unit(text: str, noun: str = "") -> tuple[str, str]:
     if match:
         rest = match[1] + text[match.end() :]
         currency = UNIT_OF.get(match[2], match[2])
-    quantity, unit = unit_behind(rest, noun) or unit_in_brackets(rest) or (rest, currency)
+    quantity, unit = unit_behind(rest, other_unit) or unit_in_brackets(rest) or (rest, currency)
     if currency and unit != currency:
         unit = f"{currency} {unit}"
     return quantity, unit
 
 
-def unit_behind(text: str, noun: str) -> tuple[str, str] | None:
+def unit_behind(text: str, other_unit: str) -> tuple[str, str] | None:
     """("9", "apple") of 9 apples."""
     for start, tail in unit_tails(text):
         before = text[:start].rstrip()
@@ -154,12 +155,12 @@ def unit_behind(text: str, noun: str) -> tuple[str, str] | None:
         unit = unit_name(words)
         if unit and is_quantity(before, tail):
             return before, unit
-        unit = noun_name(words, noun)
+        unit = noun_name(words, other_unit)
         if unit and before and PLAIN_NUMBER.fullmatch(before):
             return before, unit
     match = re.search(r"(?<=[0-9])\s+([A-Za-z])$", text)
-    if match and noun and unit_name(match[1]) == noun:  # 7 m is 7 (m)
-        return text[: match.start()], noun
+    if match and other_unit and unit_name(match[1]) == other_unit:  # 7 m is 7 (m)
+        return text[: match.start()], other_unit
     return None
 
 
@@ -258,10 +259,10 @@ def unit_factors(text: str) -> list[tuple[str, int]]:
     return [] if text[end:].strip() else factors
 
 
-def noun_name(text: str, noun: str = "", is_in_brackets: bool = False) -> str:
+def noun_name(text: str, other_unit: str = "", is_in_brackets: bool = False) -> str:
     """The things that are counted, as "red apple" of red apples; "" of words that tell more.
 
-    In brackets each noun counts things; elsewhere it has to be a plural, or `noun`.
+    In brackets each noun counts things; elsewhere it has to be a plural, or `other_unit`.
     """
     words = re.sub(r"[./-]", " ", text.lower()).split()
     if not 1 <= len(words) <= 6:
@@ -276,9 +277,9 @@ def noun_name(text: str, noun: str = "", is_in_brackets: bool = False) -> str:
     if "of" in words[1:]:  # pieces of candy
         head = words.index("of") - 1
     head_word = words[head]
-    words[head] = singular(head_word)
+    words[head] = UNIT_OF.get(head_word) or singular(head_word)
     name = " ".join(words)
-    if is_in_brackets or is_plural(head_word) or name == noun:
+    if is_in_brackets or is_plural(head_word) or name == other_unit:
         return name
     return ""
 
@@ -310,7 +311,8 @@ def units_agree(unit: str, other: str) -> bool:
         return True
     words = set(unit.split())
     other_words = set(other.split())
-    if words | other_words <= UNITS.keys() or "/" in unit + other:
+    are_units = all(word.partition("^")[0] in UNITS for word in words | other_words)
+    if are_units or "/" in unit + other:
         return False
     return words <= other_words or other_words <= words
 
