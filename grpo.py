@@ -791,7 +791,9 @@ def main(args: Args, demo: bool = False) -> None:
         with watch("wait"):  # for ranks that still sample or score
             trained_prompts = prompts_of_all_ranks(episodes)
         split = split_minibatches(episodes, trained_prompts, args.minibatches, args.run.seed, step)
-        sampled, episodes, split = balance_ranks(sampled, episodes, split, world)
+        sampled, episodes, split = balance_ranks(
+            sampled, episodes, split, world, packer.layout.share_prompts
+        )
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
         minibatches = packer.minibatches(episodes, index, split)

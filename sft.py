@@ -327,13 +327,17 @@ def main(args: Args, demo: bool = False) -> None:
         seed_step(args.run.seed, step, world.rank)
 
         # 1. data; 2. rollout and 3. rewards are those of the other scripts
+        position = loader.state_dict()
         with watch("data"):
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
             minibatch = one_minibatch(packer, episodes)
-            # a row may have several samples
+            # a row may have several samples: its first one counts it
             num_rank_rows = sum(episode.sample_index == 0 for episode in episodes)
             (num_rows,) = all_reduce([num_rank_rows])
         if minibatch is None:
+            if step > start:
+                loader.load_state_dict(position)  # a resume tries these rows again
+                checkpoints.save(step, None)
             raise SystemExit(
                 "--train-data: not one row of this step has a token to learn, see the warnings"
             )

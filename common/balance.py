@@ -17,19 +17,24 @@ class Group:
 
 
 def balance_ranks(
-    sampled: list[Episode], trained: list[Episode], split: list[list[int]], world: World
+    sampled: list[Episode],
+    trained: list[Episode],
+    split: list[list[int]],
+    world: World,
+    share_prompts: bool = True,
 ) -> tuple[list[Episode], list[Episode], list[list[int]]]:
-    """All arguments but `world` after whole groups have moved, so that in each minibatch all ranks
-    have about as many tokens to compute. All ranks call it together.
+    """`sampled`, `trained` and `split` after whole groups have moved, so that in each minibatch all
+    ranks have about as many tokens to compute. All ranks call it together.
 
     sampled: this rank's episodes, those of `trained` among them. split: for each minibatch the
-    indices of its episodes in `trained`. The result depends on the groups alone, not on the ranks
+    indices of its episodes in `trained`. share_prompts: whether the prompt of a group is computed
+    once, or before each of its responses. The result depends on the groups alone, not on the ranks
     that have sampled them, and so is the same for a dump that is replayed.
     """
     if world.size == 1:
         return sampled, trained, split
     groups: list[Group] = []
-    for groups_of_rank in gather_objects(groups_of(trained, split)):
+    for groups_of_rank in gather_objects(groups_of(trained, split, share_prompts)):
         groups.extend(groups_of_rank)
     rank_of = rank_of_prompts(groups, world.size)
     sampled, trained = exchange(sampled, trained, rank_of, world)
@@ -41,21 +46,23 @@ def balance_ranks(
     return sampled, trained, new_split
 
 
-def groups_of(trained: list[Episode], split: list[list[int]]) -> list[Group]:
+def groups_of(trained: list[Episode], split: list[list[int]], share_prompts: bool) -> list[Group]:
     groups: list[Group] = []
     for minibatch, numbers in enumerate(split):
         episodes = [trained[number] for number in numbers]
         for prompt, group in by_prompt(episodes).items():
-            groups.append(Group(prompt, minibatch, num_tokens(group)))
+            groups.append(Group(prompt, minibatch, num_tokens(group, share_prompts)))
     return groups
 
 
-def num_tokens(group: list[Episode]) -> int:
-    """Tokens that an update computes for a group: its prompt once, and the trained responses."""
+def num_tokens(group: list[Episode], share_prompts: bool = True) -> int:
+    """Tokens that an update computes for a group: the trained responses, and the prompt once or
+    before each of them."""
     lengths = [len(episode.response_ids) for episode in group if any(episode.loss_mask)]
     if not lengths:
         return 0
-    return len(group[0].prompt_ids) + sum(lengths)
+    num_prompts = 1 if share_prompts else len(lengths)
+    return num_prompts * len(group[0].prompt_ids) + sum(lengths)
 
 
 def rank_of_prompts(groups: list[Group], num_ranks: int) -> dict[int, int]:

@@ -82,11 +82,13 @@ def refuse_broken_line(arguments: list[str]) -> None:
         )
     pairs = with_values(arguments)
     for name, value in pairs:
+        if value == "" and not name.startswith("--"):
+            raise SystemExit(f"an empty argument stands behind {name}: an unset variable?")
         if value == "" and name.replace("_", "-") not in ("--tools", "--log"):
             raise SystemExit(f"{name} is empty: an unset variable?")
     for name, value in pairs:
         has_value = value is not None and not value.startswith("--")
-        if name in ("--train-data", "--eval-data") and not has_value:
+        if name.replace("_", "-") in ("--train-data", "--eval-data") and not has_value:
             raise SystemExit(f"{name} is followed by no file: an unset variable?")
 
 
@@ -181,5 +183,7 @@ def help_lines(action: argparse.Action, default: Any) -> list[str]:
         choices = action.metavar.strip("{}").replace(",", ", ")
         text += f" ({choices})"
     lines = textwrap.wrap(text, width=80 - HELP_COLUMN, break_on_hyphens=False)
-    indented = [" " * HELP_COLUMN + line for line in lines[1:]]
-    return [left.ljust(HELP_COLUMN) + lines[0], *indented]
+    indented = [" " * HELP_COLUMN + line for line in lines]
+    if not lines or len(left) >= HELP_COLUMN:  # a fork's flag or default
+        return [left, *indented]
+    return [left.ljust(HELP_COLUMN) + lines[0], *indented[1:]]

@@ -51,10 +51,15 @@ def report_python() -> None:
 
 
 def report_packages() -> None:
-    from importlib.metadata import distributions
+    from importlib.metadata import PackageNotFoundError, version
 
-    versions = {package.metadata["Name"]: package.version for package in distributions()}
-    print("; ".join(f"{name} {versions.get(name)}" for name in PACKAGES))
+    versions = []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            versions.append(f"{name} None")
+    print("; ".join(versions))
 
 
 def report_gpus() -> None:
@@ -86,9 +91,9 @@ def report_memory() -> None:
 def report_disk() -> None:
     import shutil
 
-    folder = shutil.disk_usage(".").free >> 30
-    shared = shutil.disk_usage("/dev/shm").free >> 30
-    print(f"{folder} GiB free here, {shared} in shared memory")
+    free_here = shutil.disk_usage(".").free >> 30
+    free_shared = shutil.disk_usage("/dev/shm").free >> 30
+    print(f"{free_here} GiB free here, {free_shared} in shared memory")
 
 
 def report_limits() -> None:
@@ -203,7 +208,8 @@ def anonymous(text: str) -> str:
     of each path alone."""
     home = os.path.expanduser("~")
     if home != "/":
-        text = text.replace(home, "~")
+        text = re.sub(rf"{re.escape(home)}(?!\w)", "~", text)
+    text = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", text)
     text = re.sub(r"\w+://\S+", "URL", text)
     text = re.sub(r"(/[^/\s'\":]+)+/", ".../", text)
     names = {platform.node(): "HOST"}
@@ -211,7 +217,8 @@ def anonymous(text: str) -> str:
         names[getpass.getuser()] = "USER"
     for name, substitute in names.items():
         if name:
-            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", substitute, text)
+            with_domain = rf"(?<!\w){re.escape(name)}(\.[\w.-]*\w)?(?!\w)"
+            text = re.sub(with_domain, substitute, text)
     return text
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 GRACE_S = 3  # seconds in which the first failure is printed, and torchrun sees which it was
+FOREVER_S = 1e8  # three years: faulthandler takes no infinite time
 INTERRUPTED = "interrupted"
 
 at_end = ExitStack()  # closed where the run ends, however it does
@@ -44,7 +45,8 @@ def watch(store: "Store | None", stall_minutes: float) -> None:
     global _store, _stall_s
     _store = store
     # the ranks of a machine share its terminal: their stacks come one after the other
-    _stall_s = stall_minutes * 60 + 0.5 * int(os.environ.get("LOCAL_RANK", "0"))
+    offset_s = 0.5 * int(os.environ.get("LOCAL_RANK", "0"))
+    _stall_s = min(stall_minutes * 60, FOREVER_S) + offset_s
     sign_of_life()
     threading.Thread(target=listen, daemon=True).start()
 
@@ -84,6 +86,9 @@ def first_failure() -> str:
 def fail(line: str, details: str = "") -> None:
     """Report a failure to the other ranks and to the user. The first rank to fail prints `details`;
     another one waits for that, and prints its line if it differs."""
+    # half of a surrogate pair, as of a file name that is not UTF-8, cannot go through the store
+    line = line.encode(errors="backslashreplace").decode()
+    # where there is no store that answers, the first rank of each machine prints
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     # a stall's timer, if it ran out now, would cut the report off
     faulthandler.cancel_dump_traceback_later()

@@ -78,12 +78,17 @@ def main(args: Args) -> None:
     path = resolve_model(args.model)
     check_identity(folder, manifest, path, args.model)
     run_dir = folder.absolute().parents[1]
-    vision = load_vision(path, PixelLimits(0, 0, 0), args.trust_remote_code)
+    limits = PixelLimits(0, 0, 0)  # no picture is resized here
+    vision = load_vision(path, limits, args.trust_remote_code)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     flags = read_json(run_dir / "config.json").get("args", {})
     # the end token that the run has set: common/rollout/opening.py, sft.py
     is_multi_turn = bool(flags.get("tools") or flags.get("environment"))
-    if vision or manifest.get("script") == "sft" or is_multi_turn:
+    # a copy of sft.py has a name of its own, but samples nothing, either
+    is_supervised = manifest.get("script") == "sft" or (
+        bool(flags) and "samples_per_prompt" not in flags
+    )
+    if vision or is_supervised or is_multi_turn:
         processor = vision.processor if vision else None
         end_turns_properly(tokenizer, processor)
     elif manifest.get("end_token"):

@@ -179,6 +179,7 @@ def lock_folder(
         def has_beaten() -> bool:
             return modified_at(path) not in (last_beat, None)
 
+        # a beat ends the wait, with Timeout: that run lives
         lock.acquire(timeout=LEASE_S + 5, cancel_check=has_beaten)
     except Timeout as error:
         message = f"--output-dir {folder}: {problem}, or give another --output-dir"

@@ -80,7 +80,9 @@ def refuse_foreign_flags(
     refusals: dict[str, str] = {}  # {flag or key: its answer}
     unknown: dict[str, str] = {}  # these alone are left to tyro, which names the nearest flag
     for argument, previous, following in neighbours(arguments):
-        is_value = previous.startswith("--") and "=" not in previous and previous not in switches
+        is_value = (
+            previous.startswith("--") and "=" not in previous and flag_of(previous) not in switches
+        )
         key = None if is_value else KEY_OF_VERL.fullmatch(argument)
         if key:
             answer = answer_to(flag(key[1]), script_flags, rollout_flags)
@@ -89,7 +91,7 @@ def refuse_foreign_flags(
         if not argument.startswith("--"):
             continue
         spelling, _, value = argument.partition("=")
-        name = flag(spelling.lstrip("-").removeprefix("no-"))
+        name = flag_of(spelling)
         if name in switches:
             if (value or following).lower() in BOOLEANS:
                 refusals[name] = f"takes no value: write {name}, or {flag('no-' + name[2:])}"
@@ -105,6 +107,12 @@ def refuse_foreign_flags(
             unknown[name] = f"nothing that we know of; {nearest(name, script_flags)}"
     if refusals:
         raise SystemExit(refusal_text(refusals | unknown, switches))
+
+
+def flag_of(spelling: str) -> str:
+    """The flag that is typed: --no_compile and --compile are --compile."""
+    name = spelling.lstrip("-").replace("_", "-")
+    return flag(name.removeprefix("no-"))
 
 
 def nearest(name: str, script_flags: set[str]) -> str:

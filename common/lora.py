@@ -19,8 +19,8 @@ from common.progress import say
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """W0 [out, in] + scale · B [out, r] · A [r, in], in the dtype of W0.
 
-    The scale is that of B, so that the sum is a plain one: compiled it has the same bits, and one
-    kernel adds and rounds, where addmm would need W0 in float32.
+    B is scaled before the product, so that a plain sum is left: compiled it has the same bits, and
+    one kernel adds and rounds. addmm would need W0 in float32.
     """
     wide = torch.promote_types(weight.dtype, a.dtype)
     return (weight + (scale * b.to(wide)) @ a.to(wide)).to(weight.dtype)

@@ -159,7 +159,8 @@ def step_folder(path: Path) -> Path | None:
 def step_of_pointer(pointer: Path) -> Path:
     """The step folder that a file names; if a killed save has left it under a temporary name, it is
     renamed. ValueError if the name is not that of a step folder, or if the folder is missing."""
-    name = pointer.read_text(errors="replace").strip()
+    with pointer.open(errors="replace") as file:
+        name = file.read(100).strip()  # it may be any file, and a large one
     steps = complete_steps(pointer.parent)
     remedy = f"; give {steps[-1]}, the last one" if steps else ""
     if not STEP_NAME.fullmatch(name):

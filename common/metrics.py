@@ -66,7 +66,7 @@ class Means:
 def rollout_means(
     episodes: list[Episode], seconds: dict[str, float], with_tools: bool = False
 ) -> Means:
-    """reward/*, rollout/* and tool/* of a step's episodes on this rank.
+    """reward/*, rollout/* and tool/* of a step's episodes on this rank. All ranks call it together.
 
     Lengths are of all episodes, rewards of those that could be scored. seconds: of the step, by
     phase.
@@ -110,7 +110,8 @@ def add_reward_components(means: Means, scored: list[Episode]) -> None:
     (num_names,) = all_reduce([len(names)], "max")
     if num_names > MAX_COMPONENTS:
         say_once(
-            f"warning: rewards have {num_names:g} numbers beside the score: none of them is logged"
+            f"warning: rewards have more than {MAX_COMPONENTS} numbers beside the score: none of "
+            "them is logged"
         )
         components = []
     terms = [episode.terms for episode in scored]

@@ -104,8 +104,10 @@ def check_size(image: Image.Image) -> None:
 def to_rgb(image: Image.Image) -> Image.Image:
     """Transparency becomes white, 16 bits become 8. ValueError for numbers of an unknown range."""
     if image.mode in ("I", "F"):
-        largest = max(abs(value) for value in image.getextrema())
-        if largest > 255 or 0 < largest <= 1:
+        lowest, highest = image.getextrema()
+        # NaN is in no range
+        is_known = lowest >= 0 and (highest == 0 or 1 < highest <= 255)
+        if not is_known:
             raise ValueError(
                 "a picture of 32-bit numbers, not of 0 to 255: which of them is white?"
             )

@@ -35,6 +35,8 @@ def meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
 
     timeout: of requests to the store from then on.
     """
+    if "MASTER_ADDR" not in os.environ:  # some clusters leave WORLD_SIZE in the environment
+        raise SystemExit(f"WORLD_SIZE is {size}, and there is no MASTER_ADDR: start with torchrun")
     deadline = time.monotonic() + gather_seconds()
     if rank:
         deadline += 2  # rank 0 knows best who is missing

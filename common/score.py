@@ -71,12 +71,15 @@ def score_file(flags: Scoring) -> None:
     check_range("--reward-timeout", flags.reward_timeout, Positive)
     check_keep(flags)
     files = RowFiles(flags.file, "FILE")
-    output = output_path(flags, files)
-    responses = read_responses(files, flags)
     candidates = RowFiles(flags.rows, "--rows") if flags.rows else files
-    numbers: list[int] = []  # of the rows of --keep; now: a wrong one ends this before the scoring
-    if flags.keep:
-        numbers = [row_number(response, candidates, flags) for response in responses]
+    paths = [*files.paths, *candidates.paths]
+    output = output_path(flags, files)
+    refuse_overwriting(output, f"--output {output}", paths)
+    responses = read_responses(files, flags)
+    kept: KeptRows | None = None
+    if flags.keep:  # before the scoring: what is wrong with it ends this now
+        kept = open_kept_rows(candidates, responses, flags)
+        refuse_overwriting(kept.path, f"--keep writes {kept.path}, which", [*paths, output])
     rewards = score_responses(responses, flags)
     num_failed = sum(isnan(reward["score"]) for reward in rewards)
     if num_failed == len(responses):
@@ -88,10 +91,9 @@ def score_file(flags: Scoring) -> None:
         samples.append(response.columns | verdict(reward))
     modified_before = modified_at(output)
     print(report(samples, output))
-    # prints the bounds, if some were not scored; FILE may hold several evaluations, each of which
-    # numbers its groups from 0
+    # FILE may hold evaluations of several sources, each of which numbers its groups from 0
     regrouped = [sample | {"group": (sample["data_source"], sample["group"])} for sample in samples]
-    summarize_with_bounds(regrouped)
+    summarize_with_bounds(regrouped)  # it prints the bounds, if some were not scored
     if modified_at(output) == modified_before:  # of a full disk `report` only warns
         raise SystemExit(f"{output} is not written")
     num_prompts = len({sample["group"] for sample in regrouped})
@@ -99,11 +101,11 @@ def score_file(flags: Scoring) -> None:
     if num_failed:
         failures = f", {num_failed} of them not scored, which count as wrong"
     print(f"{len(samples)} responses to {num_prompts} prompts{failures}: {output}")
-    if flags.keep:
+    if kept:
         verdicts: dict[int, list[bool]] = {}
-        for number, sample in zip(numbers, samples):
+        for number, sample in zip(kept.numbers, samples, strict=True):
             verdicts.setdefault(number, []).append(sample["correct"])
-        keep_rows(candidates, verdicts, flags.keep)
+        write_kept_rows(kept, verdicts, flags.keep)
 
 
 def check_keep(flags: Scoring) -> None:
@@ -117,12 +119,37 @@ def check_keep(flags: Scoring) -> None:
         )
 
 
-def row_number(response: Response, candidates: RowFiles, flags: Scoring) -> int:
+@dataclass
+class KeptRows:
+    """The rows that --keep chooses from, and where those that it keeps are written."""
+
+    table: pa.Table  # of all files
+    path: Path
+    numbers: list[int]  # of each response: the row that it answers
+
+
+def open_kept_rows(candidates: RowFiles, responses: list[Response], flags: Scoring) -> KeptRows:
+    """SystemExit if the files are not of one kind, or a response answers none of their rows."""
+    kinds = {JSON_LINE in table.column_names for table in candidates.tables}
+    if len(kinds) > 1:
+        raise SystemExit(f"--keep: {candidates.flag} has lines of JSON and parquet: give one kind")
+    try:
+        table = pa.concat_tables(candidates.tables, promote_options="default")
+    except pa.ArrowException as error:
+        raise SystemExit(
+            f"--keep: the files of {candidates.flag} do not fit together: {error}"
+        ) from error
+    first = candidates.paths[0]
+    folder = Path.cwd() if is_hub_id(first) else first.parent
+    path = folder / f"{stem_of(first)}_kept{candidates.suffix}"
+    return KeptRows(table, path, [row_number(r, len(table), flags) for r in responses])
+
+
+def row_number(response: Response, num_rows: int, flags: Scoring) -> int:
     """The number of the row, among those to choose from, that a response answers."""
     if not flags.rows:
         return response.row
     number = response.columns.get("row")
-    num_rows = sum(len(table) for table in candidates.tables)
     if type(number) is not int or not 0 <= number < num_rows:
         raise SystemExit(
             f"--rows {flags.rows}: FILE has the row {number!r:.40}, expected a number below "
@@ -131,7 +158,9 @@ def row_number(response: Response, candidates: RowFiles, flags: Scoring) -> int:
     return number
 
 
-def keep_rows(rows: RowFiles, verdicts: dict[int, list[bool]], bounds: tuple[float, float]) -> None:
+def write_kept_rows(
+    rows: KeptRows, verdicts: dict[int, list[bool]], bounds: tuple[float, float]
+) -> None:
     """Write those whose share of right responses is within the bounds, as they are in their file.
 
     verdicts: number of a row -> whether each response to it is right.
@@ -140,7 +169,7 @@ def keep_rows(rows: RowFiles, verdicts: dict[int, list[bool]], bounds: tuple[flo
     shares = {number: sum(right) / len(right) for number, right in verdicts.items()}
     kept = sorted(number for number, share in shares.items() if low <= share <= high)
     num_hard = sum(share < low for share in shares.values())
-    num_rows = sum(len(table) for table in rows.tables)
+    num_rows = len(rows.table)
     counts = (
         f"{len(kept)} of {num_rows} rows are right in {low:.0%} to {high:.0%} of their responses; "
         f"{num_hard} in fewer, {len(shares) - len(kept) - num_hard} in more, "
@@ -148,24 +177,21 @@ def keep_rows(rows: RowFiles, verdicts: dict[int, list[bool]], bounds: tuple[flo
     )
     if not kept:
         raise SystemExit(f"{counts}; nothing is kept")
-    first = rows.paths[0]
-    folder = Path.cwd() if is_hub_id(first) else first.parent
-    path = folder / f"{stem_of(first)}_kept{rows.suffix}"
-    table = pa.concat_tables(rows.tables, promote_options="default").take(kept)
+    table = rows.table.take(kept)
 
     def write(temporary: Path) -> None:
-        if rows.suffix == ".jsonl":
+        if rows.path.suffix == ".jsonl":
             lines = table.column(JSON_LINE).to_pylist()
             temporary.write_bytes(b"".join(line.strip() + b"\n" for line in lines))
         else:
             pq.write_table(table, temporary)
 
-    replace_file(path, write)
-    print(f"{counts}: {path}")
+    replace_file(rows.path, write)
+    print(f"{counts}: {rows.path}")
 
 
 def output_path(flags: Scoring, files: RowFiles) -> Path:
-    """--output, or its default. SystemExit if it is not a name for rows, or FILE itself."""
+    """--output, or its default. SystemExit if it is not a name for rows."""
     output = flags.output
     if output is None:
         first = files.paths[0]
@@ -174,10 +200,14 @@ def output_path(flags: Scoring, files: RowFiles) -> Path:
         output = first.with_name(f"{stem_of(first)}_scored{files.suffix}")
     if output.suffix not in (".jsonl", ".parquet"):
         raise SystemExit(f"--output {output}: neither .parquet nor .jsonl")
-    for path in files.paths:
-        if output.exists() and path.exists() and output.samefile(path):
-            raise SystemExit(f"--output {output} is FILE itself")
     return output
+
+
+def refuse_overwriting(output: Path, name: str, paths: list[Path]) -> None:
+    """SystemExit if `output`, called `name`, is one of the files at `paths`."""
+    for path in paths:
+        if output.exists() and path.exists() and output.samefile(path):
+            raise SystemExit(f"{name} is FILE itself, or a file of --rows")
 
 
 def read_responses(files: RowFiles, flags: Scoring) -> list[Response]:
@@ -190,7 +220,7 @@ def read_responses(files: RowFiles, flags: Scoring) -> list[Response]:
             responses += read_row(record, index, flags)
         except ValueError as error:
             bad_rows[index] = str(error)
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
             bad_rows[index] = f"its truth cannot be read: {error!r}"
     files.refuse(bad_rows, "unusable rows", flags.bad_rows == "drop")
     if not responses:
@@ -256,6 +286,10 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> list[Response]:
     truth = ground_truth
     if not isinstance(truth, str):
         truth = json.dumps(truth, ensure_ascii=False, default=str)
+    prompt = record.get("prompt", "")
+    messages = unpacked(prompt)
+    if isinstance(messages, list) and all(isinstance(item, dict) for item in messages):
+        prompt = messages  # anything else that looks like JSON is a text
     responses = []
     for text in texts:
         response = Response(
@@ -265,7 +299,7 @@ def read_row(record: dict | str, index: int, flags: Scoring) -> list[Response]:
             ground_truth=ground_truth,
             truth=truth,
             extra_info=extra_info | {"last_turn": text, "trajectory": text},  # as in training
-            prompt=unpacked(record.get("prompt", "")),
+            prompt=prompt,
             columns=record | {column: text, "group": group},
         )
         responses.append(response)
@@ -301,7 +335,7 @@ def unpacked(value: object) -> object:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (RecursionError, ValueError):
         return value
 
 

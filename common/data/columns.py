@@ -32,8 +32,11 @@ def text_problems(files: RowFiles, column: str) -> dict[int, str]:
     """Row index -> what is wrong, of the rows that have no text in the column."""
     problems: dict[int, str] = {}
     for index, record in enumerate(files.records((column, first_part(column)))):
-        value = record if isinstance(record, str) else column_value(record, column)
-        if isinstance(record, str) or not isinstance(value, str) or not value.strip():
+        if isinstance(record, str):
+            problems[index] = record  # why the row cannot be read
+            continue
+        value = column_value(record, column)
+        if not isinstance(value, str) or not value.strip():
             problems[index] = f"{column} is {value!r:.80}, expected a text"
             continue
         try:

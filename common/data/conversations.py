@@ -302,7 +302,7 @@ class Conversations:
                 text.encode()  # a ValueError for half a surrogate pair
         except BadRow:  # a ValueError, too
             raise
-        except (TemplateError, TypeError, ValueError) as error:
+        except (RecursionError, TemplateError, TypeError, ValueError) as error:
             # for example, a tool call without a name
             raise BadRow(f"cannot be rendered: {error}") from error
         self._check_tool_calls(messages, rendered)

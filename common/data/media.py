@@ -120,7 +120,10 @@ def media_bytes(
     item: object, root: Path | None, size: int = -1, *, beside: Path | None = None
 ) -> bytes:
     with media_file(item, root, beside=beside) as file:
-        return file.read(size)
+        try:
+            return file.read(size)
+        except OSError as error:  # a stale handle of a network file system, a bad block
+            raise BadRow(f"cannot read {file.name:.200} ({error.strerror})") from error
 
 
 def media_file(item: object, root: Path | None, *, beside: Path | None = None) -> io.BufferedIOBase:

@@ -128,8 +128,8 @@ class PromptData:
             once=partial(once_per_machine, world, alike=False),
         )
         check_column(self.files, prompt_column)
-        # Which rows the function of --environment answers. own: those with arguments for it, if
-        # there are any.
+        # Which rows the function of --environment answers: "own", those with arguments for it;
+        # "all", if no row has any.
         self.answered_rows: Literal["none", "own", "all"] = "none"
         if rollout.environment and not has_environment_class:
             any_has_arguments = once_per_machine(world, self._any_row_has_arguments)
@@ -267,7 +267,7 @@ class PromptData:
 
     def _any_row_has_arguments(self) -> bool:
         """Whether a row has arguments of its own for a function that answers."""
-        for record in self.files.records(OPTIONAL):
+        for record in self.files.records(("extra_info",)):
             if isinstance(record, dict) and interaction_kwargs(record):
                 return True
         return False
@@ -338,7 +338,7 @@ class PromptData:
             texts = render.apply_template(
                 [row.messages for row in prepared.values()], self.tokenizer
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (RecursionError, TemplateError, TypeError, ValueError) as error:
             # The template refuses a row (an unknown role, a tool call without a name): render them
             # one by one to find it.
             if len(prepared) == 1:

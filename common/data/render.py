@@ -63,7 +63,7 @@ def parsed(text: str, column: str) -> Any:
     """A column's JSON. BadRow if it is none."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise BadRow(f"{column}: {text!r:.80} is no JSON ({error})") from error
 
 

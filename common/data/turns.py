@@ -19,6 +19,7 @@ from common.pictures import BadRow
 MAX_TURNS = 500
 THOUGHTS_OPEN = "<think>"
 THOUGHTS_CLOSE = "</think>"
+SHOWN_ELSEWHERE = "the chat template shows a turn behind another prompt than the one it gives"
 
 
 @dataclass(slots=True)
@@ -140,18 +141,19 @@ def start_of_last_turn(messages: list[dict], prompt: str, text: str, tokenizer) 
     """
     template = template_of(messages, tokenizer)
     history = template(messages[:-1])
-    if prompt.startswith(history):
-        header, _, _ = prompt[len(history) :].partition(THOUGHTS_OPEN)
-        other_turn = {"role": "assistant", "content": PROBE}
-        shared = text[: num_shared(text, template([*messages[:-1], other_turn]))]
-        if not header:
-            return len(shared)
-        place = shared.rfind(header)
-        if place >= 0:
-            return place + len(header)
-        if shared.endswith(beginnings(header)):
-            return len(shared)
-    raise BadRow("the chat template shows a turn behind another prompt than the one it gives")
+    if not prompt.startswith(history):
+        raise BadRow(SHOWN_ELSEWHERE)
+    header, _, _ = prompt[len(history) :].partition(THOUGHTS_OPEN)
+    other_text = template([*messages[:-1], {"role": "assistant", "content": PROBE}])
+    shared = text[: num_shared(text, other_text)]  # up to the turn's own words
+    if not header:  # the generation prompt is <think> alone
+        return len(shared)
+    place = shared.rfind(header)
+    if place >= 0:
+        return place + len(header)
+    if shared.endswith(beginnings(header)):  # the text has a beginning of the header alone
+        return len(shared)
+    raise BadRow(SHOWN_ELSEWHERE)
 
 
 def beginnings(text: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ answers it asks for."""
 import ast
 import json
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ FORMAT = (
 # columns of problems with an answer, which common.prepare.math reads
 QUESTIONS = {"problem", "question", "input"}
 ANSWERS = {"answer", "target", "solution"}
+MAX_TRIED_ROWS = 100  # of a file of JSON, to find its columns
 AGENTS = ("single_turn_agent", "tool_agent")  # of the column agent_name; the last is the default
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -42,9 +44,13 @@ def to_verl(
     """
     columns = table.column_names
     if columns == [JSON_LINE]:
-        columns = next(records_of_table(table), REQUIRED)
-        if isinstance(columns, str):
-            return table  # a first line that is no JSON object is reported as a bad row
+        # the keys of the first rows: one of them alone may lack some
+        columns = []
+        for row in islice(records_of_table(table), MAX_TRIED_ROWS):
+            if isinstance(row, dict):
+                columns = list(dict.fromkeys([*columns, *row]))
+        if not columns:
+            return table  # none of them is a JSON object: they are reported as bad rows
     if not set(columns) >= set(REQUIRED):
         from common.data import visual_qa
 

@@ -71,17 +71,16 @@ def lines_to_verl(
     lines = table.column(0).to_pylist()
     for i, row in rows_by_line.items():
         converted = convert(row, stem_of(path), prefix, with_tools)
-        blank_lines = b"\n" * lines[i].count(
-            b"\n"
-        )  # those before the row, which count for its place
-        lines[i] = blank_lines + json.dumps(converted).encode()
+        # the blank lines before a row count for its place
+        num_blank = lines[i].count(b"\n")
+        lines[i] = b"\n" * num_blank + json.dumps(converted).encode()
     return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}, metadata=table.schema.metadata)
 
 
 def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
     """A row in verl's columns. file: the name of its file. prefix: what its paths lack."""
-    question = str(record["question"] or "")
-    qid = str(record["qid"] or "")
+    question = cell_text(record["question"])
+    qid = cell_text(record["qid"])
     benchmark = qid.partition("-")[0] if "-" in qid else file
     paths = paths_of(record)
     pictures: list[str] = []
@@ -91,7 +90,7 @@ def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
         question = question.replace("<image>", "").replace("<video>", "")
     else:
         question = ""  # a question without its pictures: a bad row
-    is_video = bool(record.get("is_video")) and bool(pictures)
+    is_video = record.get("is_video") in (True, "true", "True") and bool(pictures)
     marks = "<video>" if is_video else "<image>" * len(pictures)
     prompt = None
     if question.strip():
@@ -105,6 +104,12 @@ def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
         "reward_model": {"style": "rule", "ground_truth": answers_of(record) or None},
         "extra_info": {"qid": qid},
     }
+
+
+def cell_text(cell: object) -> str:
+    """A text or a number as a text; "" of null, NaN and anything else."""
+    is_given = isinstance(cell, str | int | float) and cell == cell
+    return str(cell) if is_given else ""
 
 
 def answers_of(record: Mapping) -> list[str]:

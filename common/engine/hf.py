@@ -59,9 +59,8 @@ class HuggingFaceEngine(Engine):
         num_fitting = int(config.memory_gib * 2**30 / sequence_bytes)
         self.max_sequences = max(1, min(MAX_SEQUENCES, num_fitting))
         self.requests: list[Request] = []  # one for each sample
-        self.weights = dict(self.model.named_parameters(remove_duplicate=False))
-        self.weights.update(saved_buffers(self.model))
-        self.books = WeightBooks({name: tensor.numel() for name, tensor in self.weights.items()})
+        sizes = {name: tensor.numel() for name, tensor in all_weights(self.model).items()}
+        self.books = WeightBooks(sizes)
 
     @memory_advice("the weight sync")
     def wake(self, part: str) -> None:
@@ -75,8 +74,10 @@ class HuggingFaceEngine(Engine):
     @memory_advice("the weight sync")
     @torch.no_grad()
     def sync_weights(self, weights: Weights, step: int) -> None:
-        for name, tensor in self.books.record(weights):
-            self.weights[name].copy_(tensor)
+        recorded = self.books.record(weights)
+        own_weights = all_weights(self.model)  # now: sleep and wake replace the buffers of a GPU
+        for name, tensor in recorded:
+            own_weights[name].copy_(tensor)
         self.books.close(step)
 
     def submit(self, request: Request) -> None:
@@ -182,6 +183,13 @@ class HuggingFaceEngine(Engine):
             mask = torch.cat([mask, mask.new_ones(len(kept_rows), 1)], -1)
             positions = positions[..., -1:] + 1  # [B, 1], or [3, B, 1] for M-RoPE
         return completions
+
+
+def all_weights(model: "transformers.PreTrainedModel") -> dict[str, Tensor]:
+    """Parameters, under each of their names, and the buffers that a checkpoint has."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    weights.update(saved_buffers(model))
+    return weights
 
 
 def cache_bytes_of_token(text_config, dtype: torch.dtype) -> int:

@@ -43,8 +43,8 @@ class Engine(Protocol):
     """
 
     dtype: torch.dtype  # of its weights
-    # whose names and parts the weights of a sync have: the checkpoint's (experts apart), or those
-    # of transformers' modules
+    # how the weights of a sync are named and divided: as in the checkpoint, where each expert is by
+    # itself, or as in transformers' modules, which fuse experts
     weight_names: Literal["checkpoint", "modules"]
 
     def wake(self, part: str) -> None:

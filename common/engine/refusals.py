@@ -58,7 +58,7 @@ class Refusal:
 
 
 def has_experts(setting: Setting) -> bool:
-    num_dense = getattr(setting.text, "first_k_dense_replace", 0)
+    num_dense = getattr(setting.text, "first_k_dense_replace", None) or 0
     return num_dense < setting.text.num_hidden_layers
 
 

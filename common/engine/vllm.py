@@ -201,6 +201,8 @@ def largest_graph(config: EngineConfig) -> int | None:
     if not CAPTURE_ARGS.isdisjoint(config.args):
         return None
     num_slots = config.args.get("max_num_seqs", default_slots(config.world.device))
+    if not isinstance(num_slots, int):  # vLLM refuses it
+        return None
     num_samples = min(config.num_samples, num_slots)
     if num_samples <= MAX_GRAPH:
         return None

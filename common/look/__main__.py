@@ -50,7 +50,7 @@ def look(
             if path.is_dir():
                 draw_run(path, folder_of_pages(path, out), tokenizer)
             elif is_dump(path):
-                run = path.parent.parent
+                run = path.absolute().parents[1]
                 draw_pages([path], run, folder_of_pages(run, out), tokenizer)
             else:
                 from common.look.show import show  # torch takes seconds
@@ -107,7 +107,7 @@ def draw_run(run: Path, folder: Path, tokenizer: str | None) -> None:
 
 def is_dump(path: Path) -> bool:
     """Whether a file has the columns of common/rollout/dumps.py."""
-    if path.suffix != ".parquet":
+    if path.suffix != ".parquet" or not path.is_file():  # a pipe would not end
         return False
     try:
         names = pq.read_schema(path).names

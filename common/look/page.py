@@ -184,9 +184,10 @@ def page_episode(row: dict, pictures: dict[str, bytes], tokenizer) -> dict:
 def segments_of(row: dict, calls: list[dict], num_media: int, tokenizer) -> list[dict]:
     """The prompt, then turns of the policy and observations, each with the indices of its media;
     turns also with spans, if there are divergences."""
-    num_shown = num_media - sum(call["media"] for call in calls)
-    prompt = {"role": "prompt", "text": row["prompt"], "media": list(range(num_shown))}
+    num_in_prompt = num_media - sum(call["media"] for call in calls)
+    prompt = {"role": "prompt", "text": row["prompt"], "media": list(range(num_in_prompt))}
     segments = [prompt]
+    next_picture = num_in_prompt
     divergences = row.get("divergences")
     media_of_turn = {call["turn"]: call["media"] for call in calls}
     turn = -1
@@ -203,8 +204,8 @@ def segments_of(row: dict, calls: list[dict], num_media: int, tokenizer) -> list
             segments.append(segment)
         else:
             num_new = media_of_turn.get(turn, 0)  # a function answers without a call
-            indices = list(range(num_shown, num_shown + num_new))
-            num_shown += num_new
+            indices = list(range(next_picture, next_picture + num_new))
+            next_picture += num_new
             segments.append({"role": "observation", "text": text, "media": indices})
         start = end
     return segments

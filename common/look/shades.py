@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 SHADES = (0.03, 0.1, 0.3, 1.0, 3.0)  # nats: where each of them begins
-# a character has at most four tokens; what is longer and still broken is no text
+# a character has at most four tokens; twice as many that are still broken are no text
 MAX_CHARACTER_TOKENS = 8
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of a part of a character
 
@@ -61,13 +61,17 @@ def whole_characters(ids: list[int], tokenizer) -> list[tuple[int, int]]:
     start = 0
     for i, token in enumerate(ids):
         end = i + 1
-        if is_part[token] and end < len(ids) and is_part[ids[end]]:
-            num_tokens = end - start
-            if num_tokens > MAX_CHARACTER_TOKENS or BROKEN in tokenizer.decode(ids[start:end]):
-                continue
+        goes_on = is_part[token] and end < len(ids) and is_part[ids[end]]
+        if goes_on and not is_whole(ids[start:end], tokenizer):
+            continue
         ranges.append((start, end))
         start = end
     return ranges
+
+
+def is_whole(ids: list[int], tokenizer) -> bool:
+    """Whether tokens end with a character. A long run, which is no text, is not decoded for it."""
+    return len(ids) <= MAX_CHARACTER_TOKENS and BROKEN not in tokenizer.decode(ids)
 
 
 def shade_of(divergence: float) -> int:

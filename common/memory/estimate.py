@@ -179,7 +179,8 @@ class TrainerBytes:
 
     weights: float  # of all models, reference and teacher among them
     reference: float  # of the reference or the teacher
-    base: float  # of the weights, what is on the host while the engine is awake
+    # of LoRA with --offload base: the part of `weights` on the host while the engine is awake
+    base_on_host: float
     nccl: float
     adam: float  # on the host with --offload optimizer
     # of each trained model, the parameters in this rank's optimizer: a number, not bytes
@@ -203,9 +204,9 @@ def trainer_bytes(
     else:
         trainable = [(shape.parameters - shape.frozen) / shards for shape in models]
         weights = sum(4 * shape.parameters for shape in models) / shards
-    base = 0.0
+    base_on_host = 0.0
     if has_lora and "base" in offload:
-        base = sum(itemsize * shape.parameters for shape in models) / shards
+        base_on_host = sum(itemsize * shape.parameters for shape in models) / shards
     reference = 0.0
     # with LoRA the policy's base is the reference
     if frozen and not has_lora and "reference" not in offload:
@@ -221,7 +222,7 @@ def trainer_bytes(
     return TrainerBytes(
         weights=weights,
         reference=reference,
-        base=base,
+        base_on_host=base_on_host,
         nccl=nccl,
         adam=adam,
         trainable=trainable,
@@ -352,7 +353,7 @@ def phases_of(
     trainer = trainer_bytes(models, frozen, teacher, setup)
     engine = engine_bytes(policy, setup)
 
-    beside_engine = trainer.total - trainer.base  # until the engine sleeps
+    beside_engine = trainer.total - trainer.base_on_host  # until the engine sleeps
     sampling = 0.0
     if not rollout.replay:
         sampling = beside_engine + engine.weights + engine.cache + engine.workspace

@@ -203,14 +203,14 @@ class _PlanInputs:
         episode_gib = token_bytes * longest(self.rollout) / 2**30
         return max(0.25, ceil(4 * episode_gib) / 4)
 
-    def advice(self, machine: Machine, has_reference: bool, limit_gb: float) -> str:
-        """The cheapest change of flags with which each phase fits into the limit. machine: with the
-        sizes that the plan has chosen."""
-        most_tokens = machine.micro_batch_tokens
+    def advice(self, chosen: Machine, has_reference: bool, limit_gb: float) -> str:
+        """The cheapest change of flags with which each phase fits into the limit. chosen: the
+        machine with the sizes that the plan has chosen."""
+        most_tokens = chosen.micro_batch_tokens
         most_cache_gib = cache_gib(self.rollout, self.on_gpu)
         # A run with the changed flags makes a plan of its own. A size that it would choose is None
         # here, so that `cheapest_change` names no flag for it.
-        machine = replace(machine, micro_batch_tokens=self.machine.micro_batch_tokens)
+        machine = replace(chosen, micro_batch_tokens=self.machine.micro_batch_tokens)
         rollout = self.rollout
         if self.chooses_cache:
             most_cache_gib = max(most_cache_gib, self.least_cache_gib)

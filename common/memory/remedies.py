@@ -151,9 +151,15 @@ def remedies(
         yield [no_change, Remedy("--sleep-level 1", cost=0.1, rollout={"sleep_level": 1})]
     parts_on_host = set(machine.offload.split(",")) - {""}
     offloads = [no_change]
-    weights = "base" if machine.lora_rank else "reference"
-    for parts, cost in (([weights], 0.1), (["optimizer"], 0.4), (["optimizer", weights], 0.5)):
-        if "reference" in parts and not has_reference:
+    idle_model = "base" if machine.lora_rank else "reference"
+    # the plan counts no reference on the device if it is on the host
+    can_move = machine.lora_rank > 0 or has_reference or "reference" in parts_on_host
+    for parts, cost in (
+        ([idle_model], 0.1),
+        (["optimizer"], 0.4),
+        (["optimizer", idle_model], 0.5),
+    ):
+        if idle_model in parts and not can_move:
             continue
         if parts_on_host < set(parts):
             names = ",".join(parts)

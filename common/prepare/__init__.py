@@ -1,4 +1,4 @@
-"""`python -m common.prepare.NAME` writes a data set in verl's format, or a model."""
+"""`python -m common.prepare.NAME` makes a data set ready for the scripts."""
 
 from pathlib import Path
 

@@ -222,10 +222,17 @@ def read_published(source: str) -> list[Problem]:
         nums = record["nums"]
         target = record["target"]
         is_list = isinstance(nums, list) and nums
-        if not is_list or not all(type(number) is int for number in (*nums, target)):
-            raise ValueError(f"{place}: nums {nums} and target {target}, expected integers")
+        if not is_list or not all(is_int64(number) for number in (*nums, target)):
+            raise ValueError(
+                f"{place}: nums {nums!r:.80} and target {target!r:.80}, expected integers of 64 "
+                "bits"
+            )
         problems.append(Problem(tuple(nums), target, ""))
     return problems
+
+
+def is_int64(number: object) -> bool:
+    return type(number) is int and abs(number) < 2**63
 
 
 def split_published(

@@ -24,7 +24,7 @@ from common.prepare.writing import downloading, write_splits
 
 REPOSITORY = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-FINAL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+FINAL_ANSWER = re.compile(r"#### (-?[0-9.]+|-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?)[.,]?\s*$")
 
 SCHEMA = pa.schema(
     {
@@ -112,7 +112,7 @@ def to_table(rows: list[dict[str, str]], split: str) -> pa.Table:
 
 
 def final_answer(answer: str) -> str:
-    """ "… #### 1,234" -> "1234". ValueError if there is no number after ####."""
+    """ "… #### 1,234" -> "1234". ValueError if there is no number after ####, or more than one."""
     match = FINAL_ANSWER.search(answer)
     if match is None:
         raise ValueError(f"no final answer after #### in {answer!r}")

@@ -229,7 +229,7 @@ def read_options(record: dict) -> list[str]:
         if not are_first_letters(letters):
             raise ValueError(f"options {', '.join(letters)}: one between them is missing")
         options = [record[letter.lower()] for letter in letters]
-    if options is None:
+    if options in (None, [], ""):
         return []
     # ARC: {"text": [...], "label": [...]}
     if isinstance(options, dict) and isinstance(options.get("text"), list):
@@ -276,10 +276,16 @@ def right_option(record: dict, options: list[str]) -> str:
         if text is None:
             text = answer
         text = text.strip()
-        if options.count(text) == 1:
-            return letters[options.index(text)]
         letter = text.strip("().: ").upper()
-        if len(letter) == 1 and letter in letters:
+        is_letter = len(letter) == 1 and letter in letters
+        if options.count(text) == 1:
+            letter_of_text = letters[options.index(text)]
+            if is_letter and letter_of_text != letter:
+                raise ValueError(
+                    f"the answer {text} may be the option {letter}, or the text of {letter_of_text}"
+                )
+            return letter_of_text
+        if is_letter:
             return letter
     raise ValueError(
         f"no right option: expected a letter, an index or the text of one, found {answer!r:.80}"

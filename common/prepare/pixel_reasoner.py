@@ -20,7 +20,7 @@ import common.packages  # noqa: F401, one line if a package is missing
 from huggingface_hub import snapshot_download
 
 from common.data.rows import RowFiles
-from common.data.table_files import files_in
+from common.data.table_files import files_in, stem_of
 from common.data.visual_qa import paths_of
 from common.files import user_errors
 from common.flags import call_program
@@ -59,10 +59,12 @@ def main(args: Args) -> None:
         num_pictures = 0
         files = RowFiles([table], "--folder")
         paths_of_rows = media_of(files)
+        moved = f"{stem_of(table)}_"  # Pixel Reasoner's script moves images/ to FILE_images/
         for row, paths in enumerate(paths_of_rows):
             num_pictures += len(paths)
             for path in paths:
-                if not (args.folder / path).is_file():
+                places = (args.folder / path, args.folder / f"{moved}{path}")
+                if not any(place.is_file() for place in places):
                     missing.append((files, row, path))
         print(f"{table}: {len(paths_of_rows)} rows, {num_pictures} pictures and frames")
     if missing:

@@ -138,6 +138,8 @@ def check_task(package: ModuleType, args: Args) -> None:
         raise ValueError(f"--task {args.task}: no such task; --list names them")
     if args.levels and not package.factory.has_curriculum(args.task):
         raise ValueError(f"--levels: {args.task} has none; --config sets it")
+    if len(set(args.levels)) < len(args.levels):
+        raise ValueError(f"--levels {' '.join(map(str, args.levels))}: one is named twice")
     for level in args.levels:
         highest = num_levels(package, args.task) - 1
         if not 0 <= level <= highest:

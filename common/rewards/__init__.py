@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 from math import fsum, inf, isnan, nan
+from types import MappingProxyType
 
 from common.ending import sign_of_life
 from common.progress import Progress, say
@@ -236,13 +237,14 @@ class RewardWorkers(Pool):
             results += self.score_batch([job])
         return results
 
-    def try_out(self, function_spec: str, row) -> None:
+    def try_out(self, function_spec: str, row, rewards: Mapping = MappingProxyType({})) -> None:
         """Score a row with its truth as the response, and if that fails, an empty response.
-        ValueError if both fail."""
+        ValueError if both fail. rewards: what `scoring_job` adds of an environment's."""
         texts = {"its truth as the response": row.truth, "an empty response": ""}
         failures = ""
         for label, text in texts.items():
             extra_info = row.extra_info | {"last_turn": text, "trajectory": text}
+            extra_info |= rewards
             if self.is_trl:
                 # nothing is encoded here: a byte stands for a token
                 extra_info |= {"prompt": row.prompt, "completion_ids": [*text.encode()]}

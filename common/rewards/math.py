@@ -52,19 +52,23 @@ def score_gsm8k(solution_str: str, ground_truth: str) -> dict:
 def is_end(rest: str) -> bool:
     """Whether a number ends before the rest of its line: before nothing, a sentence, a unit, or
     other words."""
+    # nothing more than signs: 72., 72%, (72), 72 <end>
     if re.match(r"\s*(?:\\?%)?[.,;:?)\]*$]*\s*(?:<|$)", rest):
         return True
+    # a new sentence or clause: "72. So", "72, which is"; but not "72, 80" and "5; or 6"
     if re.match(r"[.?]\s|[;:,]\s+(?![0-9]|(?:or|and|but)\b)", rest):
         return True
+    # up to the next clause there is more to it: 72 + 1, 1/2, 3,5, "5 not 6"
     words = re.split(r"<|[.,;:?](?=\s|$)", rest)[0].strip(" \t*$%()")
     if re.search(r"[0-9+*/=^!]|\bnot\b", words):
         return False
-    if not rest[0].isspace():
+    if not rest[0].isspace():  # right behind the number only a unit: 72kg, but not 5k and 5th
         return unit_name(words) != ""
     match = re.match("[A-Za-z]+", words)
     if match is None:
         return False
     word = match[0]
+    # a word that changes it: 5 million, 5 or 6
     if word.lower() in CONTINUATIONS:
         return False
     # 5 m, but not 5 K
@@ -143,10 +147,10 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
     for match in ANSWER_LINE.finditer(tail):
         line = tail[match.end() :].partition("\n")[0]
     left, _, right = line.rpartition("=")
-    math = right
-    if left.count("$") % 2:  # the last "=" is in $...$
-        math = line[left.rfind("$") :]
-    inline = INLINE_MATH.search(math)
+    searched = right
+    if left.count("$") % 2:  # the last "=" is in $...$: all of that
+        searched = line[left.rfind("$") :]
+    inline = INLINE_MATH.search(searched)
     answer = last_boxed(line)
     if not answer:
         answer = inline[1] if inline else right

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from math import inf, nan
 
 import torch
+from jinja2 import TemplateError
 
 from common.files import DAMAGE
 from common.hub import check_weights
 from common.rewards import MAX_SCORE, is_usable, sampled_turns
-from common.rotary import length_limits, set_text_lengths
+from common.rotary import length_limits, num_positions, set_text_lengths
 from common.torch_repair import transformers
 from common.types import Episode, Row, with_replies
 
@@ -39,6 +40,7 @@ class RewardModel:
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device):
         check_reward_model(path)
+        self.path = path
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
             model = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -55,14 +57,18 @@ class RewardModel:
         if num_outputs != 1:
             raise SystemExit(f"--reward-model {path} has {num_outputs} outputs, expected one")
         if not self.tokenizer.pad_token:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+            # the end token at last, which may end the text: the output is read before padding
+            self.tokenizer.pad_token = self.tokenizer.bos_token or self.tokenizer.eos_token
         if self.tokenizer.pad_token is None:
             raise SystemExit(
                 f"--reward-model {path}: its tokenizer has neither a padding nor an end token"
             )
         self.tokenizer.padding_side = "right"
         # the output is read at the last other token
+        text_config = self.model.config.get_text_config()
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        text_config.pad_token_id = self.tokenizer.pad_token_id
+        self.num_positions = num_positions(text_config)
 
     def text(self, row: Row, episode: Episode, response: str, policy_tokenizer) -> str:
         """The conversation in the reward model's template; plain text where prompt or tokenizer
@@ -72,7 +78,12 @@ class RewardModel:
             last_message = last | {"content": last["content"] + episode.opening}
             reply = {"role": "assistant", "content": response}
             messages = with_replies([*before, last_message], [reply])
-            return self.tokenizer.apply_chat_template(messages, tokenize=False)
+            try:
+                return self.tokenizer.apply_chat_template(messages, tokenize=False)
+            except TemplateError as error:
+                raise SystemExit(
+                    f"--reward-model {self.path}: its chat template refuses a prompt ({error})"
+                ) from error
         return policy_tokenizer.decode(episode.prompt_ids) + response
 
     @torch.no_grad()
@@ -82,7 +93,16 @@ class RewardModel:
         """Fill `model_reward` of each episode from what the policy said in it; without a usable
         score the episode's own is NaN."""
         ids = self._tokenize(episodes, prompts, policy_tokenizer)
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        # a text that is longer than the model's positions has no score
+        fitting = [i for i in range(len(ids)) if len(ids[i]) <= self.num_positions]
+        num_long = len(ids) - len(fitting)
+        if num_long:
+            print(
+                f"--reward-model: {num_long} of {len(ids)} texts are longer than its "
+                f"{self.num_positions:.0f} positions, and have no score",
+                flush=True,
+            )
+        order = sorted(fitting, key=lambda i: len(ids[i]))
         self.model.to(self.device)
         chunk_tokens = CHUNK_TOKENS
         while order:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 
@@ -19,17 +20,18 @@ SYMPY_TASKS = {
     "simple_integration",
 }
 LITERALS = (
-    *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.unaryop),
-    *(ast.Name, ast.Load),  # a word as an answer
+    *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.unaryop, ast.Load),
 )
-ARITHMETIC = (*LITERALS, ast.BinOp, ast.operator, ast.Call)
+ARITHMETIC = (*LITERALS, ast.Name, ast.BinOp, ast.operator, ast.Call)
+# an answer of string_insertion; other names could be those of a scorer's variables: oracle_answer
+WORD = re.compile("[A-Z]+")
 FUNCTIONS = {
     *("Abs", "exp", "ln", "log", "sqrt"),
     *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
 }
 
 
-def score(solution_str: str, ground_truth: str) -> dict:
+def score(solution_str: str, ground_truth: str | dict) -> dict:
     """{"score": the scorer's, "pred": the answer or "", "format": 1 if there is an answer tag} of
     one response.
 
@@ -37,7 +39,9 @@ def score(solution_str: str, ground_truth: str) -> dict:
     last complete <answer>…</answer>. Many scorers give part of 1 for an answer that is nearly
     right, and some a little for one that is wrong. An answer at which a scorer fails gets 0.
     """
-    truth = json.loads(ground_truth)
+    truth = ground_truth
+    if isinstance(truth, str):
+        truth = json.loads(truth)  # common.score has read the truth of an evaluation's sample
     answer = last_answer(solution_str)
     value = 0.0
     if answer is not None and is_harmless(answer, truth["task"]):
@@ -68,11 +72,17 @@ def is_harmless(answer: str, task: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         # `eval` cannot read it, either; sympy may, after its changes
         return task in EVAL_TASKS
+    if task in EVAL_TASKS and WORD.fullmatch(answer.strip()):
+        return True
     allowed = LITERALS if task in EVAL_TASKS else ARITHMETIC
     for node in ast.walk(tree):
         if not isinstance(node, allowed):
             return False
         if isinstance(node, ast.Call) and not is_function(node):
+            return False
+        # sympy evaluates the text of a string
+        is_text = isinstance(node, ast.Constant) and not isinstance(node.value, int | float)
+        if is_text and task in SYMPY_TASKS:
             return False
     return True
 

@@ -68,6 +68,8 @@ def arguments_of(function: Callable, text: str, columns: Mapping, logged: dict) 
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind == parameter.VAR_KEYWORD:
             return arguments
+        if parameter.kind == parameter.VAR_POSITIONAL:
+            continue
         if name in arguments:
             accepted[name] = arguments[name]
         elif name in OF_THE_TRAINER and parameter.default is parameter.empty:

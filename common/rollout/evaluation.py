@@ -163,7 +163,8 @@ def summarize(samples: list[dict]) -> dict[str, float]:
         add_mean(metrics, f"eval/{name}", samples, name, float)
     num_scored = len({sample["group"] for sample in scored})
     metrics["eval/rows"] = num_scored
-    if all(isinstance(s.get("calls"), int) and "call_errors" in s for s in samples):
+    counts = [(sample.get("calls"), sample.get("call_errors")) for sample in samples]
+    if all(isinstance(number, int) for numbers in counts for number in numbers):
         num_calls = sum(sample["calls"] for sample in samples)
         num_errors = sum(sample["call_errors"] for sample in samples)
         metrics["eval/rapr"] = fmean(sample["calls"] > 0 for sample in samples)

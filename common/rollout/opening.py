@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from common.rollout.trajectories import Turns
     from common.tools.pools import ToolPool
 
+MAX_TRIED_ROWS = 100  # rows searched for one whose truth a user's function scores first
+
 
 def check_rollout(job: Job, rollout: Rollout) -> None:
     """SystemExit for rollout flags that cannot work with this model, machine or run folder."""
@@ -223,10 +225,15 @@ def open_reward_workers(
         )
         check_reward_timeout(rollout, workers.timeout_s)
         if rollout.reward_function and not rollout.replay:
-            for i in range(len(first_data)):
+            for i in range(min(len(first_data), MAX_TRIED_ROWS)):
                 row = first_data[i]
                 if row.ground_truth is not None:
-                    workers.try_out(rollout.reward_function, row)
+                    rewards = {}
+                    if has_reward:
+                        rewards["environment_reward"] = 0.0
+                    if row.answer_kwargs is not None:
+                        rewards["turn_rewards"] = [0.0]
+                    workers.try_out(rollout.reward_function, row, rewards)
                     break
     return workers
 

@@ -90,18 +90,17 @@ class Session:
 
     def show(self, figures: list) -> None:
         """Draw figures for the policy, at their own resolution, and close them."""
-        for figure in figures:
-            if len(self.drawn) >= MAX_FIGURES:
-                raise ValueError(f"a block shows at most {MAX_FIGURES} figures")
-            try:
+        try:
+            for figure in figures:
+                if len(self.drawn) >= MAX_FIGURES:
+                    raise ValueError(f"a block shows at most {MAX_FIGURES} figures")
                 png = self.png_of(figure)
-            except BaseException:  # left open, it would fail each later plt.show()
+                if sum(map(len, self.drawn)) + len(png) > MAX_BYTES:
+                    raise ValueError(f"the figures of a block have at most {MAX_BYTES >> 20} MB")
+                self.drawn.append(png)
+        finally:  # those that are refused, too: left open, they would come with the next plt.show()
+            for figure in figures:
                 self.plt.close(figure)
-                raise
-            if sum(map(len, self.drawn)) + len(png) > MAX_BYTES:
-                raise ValueError(f"the figures of a block have at most {MAX_BYTES >> 20} MB")
-            self.drawn.append(png)
-            self.plt.close(figure)
 
     def png_of(self, figure) -> bytes:
         """ValueError for a figure that is too large."""

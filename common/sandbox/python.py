@@ -100,7 +100,8 @@ class PythonWorkers(ToolPool):
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: that of `ToolWorkers.submit`, with the trajectory's earlier "calls" and its
         "seed". kwargs: pictures that the prompt does not show, by their names."""
-        # before the checks: a malformed call is among the next one's "calls", too
+        # The first call makes the trajectory's number, even if it is malformed: the next one, which
+        # has it among its "calls", looks that up.
         if not context["calls"]:
             self.last_number += 1
             self.numbers[key] = self.last_number

@@ -212,7 +212,7 @@ class Sandbox:
         if not anew and self.holds(block):
             self.order(b"go")
             _, num_figures = block.earlier[-1]  # the child has run that block
-            self.send(num_figures, earlier=[], pictures=[])
+            self.send(num_figures, [], [])
             return
         self.unlink()
         end, child_end = socket.socketpair()
@@ -297,7 +297,7 @@ class Sandbox:
             self.excess = message  # it has killed the child, whose socket ends next
         elif self.state == State.CLEANING:
             self.excess = ""  # what has come since may be about the last child
-            self.send(num_figures=0, earlier=self.block.earlier, pictures=self.block.pictures)
+            self.send(0, self.block.earlier, self.block.pictures)
         elif self.block:
             # the sandbox before this one was lost on what an earlier trajectory had left
             self.begin(self.block, anew=True)

@@ -172,12 +172,12 @@ def fields_of(process: int | str) -> list[bytes]:
 
 def is_running(process: int) -> bool:
     """Is any thread of it? The others may go on when the first one has ended."""
+    states = set()
     with contextlib.suppress(OSError):
-        states = set()
         for thread in os.listdir(f"/proc/{process}/task"):
-            states.add(fields_of(f"{process}/task/{thread}")[STATE])
-        return not states <= STILL_STATES
-    return False
+            with contextlib.suppress(OSError):  # one that has just ended
+                states.add(fields_of(f"{process}/task/{thread}")[STATE])
+    return not states <= STILL_STATES
 
 
 def signal_children(number: int) -> bool:
@@ -337,7 +337,11 @@ def run_child(fd: int, folder: str, limits: dict[str, int], program_filter: byte
         os.chdir(folder)
         os.nice(5)
         for name, value in limits.items():
-            resource.setrlimit(getattr(resource, name), (value, value))
+            number = getattr(resource, name)
+            _, hard = resource.getrlimit(number)
+            if hard != resource.RLIM_INFINITY:  # a limit of the machine's may be lower
+                value = min(value, hard)
+            resource.setrlimit(number, (value, value))
         if program_filter:
             # struct sock_fprog: the number of instructions, and their address
             instructions = ctypes.create_string_buffer(program_filter)

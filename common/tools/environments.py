@@ -34,7 +34,7 @@ class PastCall(NamedTuple):
 class Transcript:
     """What an environment has gone through in a trajectory."""
 
-    trajectory: int  # the key of the trajectory
+    trajectory: int  # its key
     seed: str
     columns: dict[str, Any]  # of its row
     opening: str = ""  # what `reset` returned

@@ -117,7 +117,7 @@ class ToolWorkers(ToolPool):
         """
         tool = find_tool(self.tools, call.name)
         if call.error or tool is None:
-            roles = {tool.role for tool in self.tools.values()}
+            roles = {known.role for known in self.tools.values()}
             role = "user" if "user" in roles else "tool"
             error = call.error
             if not error:

@@ -79,9 +79,10 @@ def crop_image_normalized(
     medium = context["media"][target]
     image = decode(medium["frames"][frame])
 
-    width, height = 1, 1
+    width, height = 1, 1  # of fractions
     if max(bbox_2d) >= 2:
-        width, height = displayed_size(image.size, medium["kind"], context)
+        first_frame = decode(medium["frames"][0])  # all frames of a video are shown at its size
+        width, height = displayed_size(first_frame.size, medium["kind"], context)
     x1, y1, x2, y2 = bbox_2d
     if x1 / width >= 1 or y1 / height >= 1:
         raise ValueError(f"bbox_2d {bbox_2d} lies outside the image, which is {width}x{height}")
@@ -91,7 +92,10 @@ def crop_image_normalized(
         min(1.0, x2 / width + PADDING),
         min(1.0, y2 / height + PADDING),
     ]
-    left, top, right, bottom = (round(edge * side) for edge, side in zip(box, image.size * 2))
+    left = round(box[0] * image.width)
+    top = round(box[1] * image.height)
+    right = round(box[2] * image.width)
+    bottom = round(box[3] * image.height)
     crop_width = right - left
     crop_height = bottom - top
     if crop_width <= MIN_CROP or crop_height <= MIN_CROP:

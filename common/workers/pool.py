@@ -49,6 +49,7 @@ class Pool:
         self.at_once = at_once
         self.queue: deque[tuple[Hashable, Any]] = deque()
         self.homes: dict[Hashable, Worker] = {}
+        self.num_homes: Counter[Worker] = Counter()
         self.has_started = False  # whether any worker has
         self.workers = [self.new_worker()]
         while not self.workers[0].make_ready():
@@ -109,11 +110,12 @@ class Pool:
         """The worker of a home. A new home gets the worker with the fewest, or a new worker if all
         have their share."""
         if home not in self.homes:
-            num_homes = Counter(self.homes.values())
-            all_full = all(num_homes[worker] >= self.share for worker in self.workers)
+            all_full = all(self.num_homes[worker] >= self.share for worker in self.workers)
             if all_full and len(self.workers) < self.max_workers:
                 self.workers.append(self.new_worker())
-            self.homes[home] = min(self.workers, key=lambda worker: num_homes[worker])
+            worker = min(self.workers, key=lambda worker: self.num_homes[worker])
+            self.homes[home] = worker
+            self.num_homes[worker] += 1
         return self.homes[home]
 
     def _hand_out(self) -> None:

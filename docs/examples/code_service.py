@@ -69,7 +69,10 @@ def post(program: bytes) -> bytes:
     request = Request(f"{ADDRESS}/run_code", program, {"Content-Type": "application/json"})
     try:
         with opener.open(request, timeout=2 * PROGRAM_S + SERVICE_S) as response:
-            return response.read(MAX_BODY)
+            body = response.read(MAX_BODY)
+            if response.length and len(body) < MAX_BODY:
+                raise ConnectionError("its answer was cut off")
+            return body
     except HTTPError as error:
         if error.code != 429 and error.code < 500:
             raise SystemExit(f"{ADDRESS} refuses a program: HTTP {error.code}") from None

@@ -47,7 +47,7 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     reply = json.loads(line)
     if "error" in reply:
         raise ValueError(reply["error"])
-    return reply
+    return reply["scores"]
 
 
 score.timeout_s = 60  # the first question to a process waits for its imports
@@ -66,15 +66,15 @@ def scorer() -> subprocess.Popen:
 
 
 def answer_questions() -> None:
-    """A line with scores for each line with an answer. What tasks print goes to stderr."""
-    replies = sys.stdout
-    sys.stdout = sys.stderr
+    """A line with scores for each line with an answer."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what tasks print, and the programs that they start, goes to stderr
     for line in sys.stdin:
         try:
-            reply = scores(**json.loads(line))
+            reply = json.dumps({"scores": scores(**json.loads(line))})
         except Exception as error:  # it costs this sample
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=replies, flush=True)
+            reply = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        print(reply, file=replies, flush=True)
 
 
 def scores(taskset: str, data: dict, answer: str) -> dict[str, float]:
@@ -121,7 +121,8 @@ def rows_of(taskset: str) -> Iterator[dict]:
             raise SystemExit(
                 f"{taskset}: its tasks have {needs}; docs/environments.md says why not"
             )
-        data = task.data.model_dump(mode="json", exclude_defaults=True)
+        # with defaults: the role of a message is one, by which it is read again
+        data = task.data.model_dump(mode="json", exclude_none=True)
         yield {
             "data_source": PREFIX + taskset,
             "prompt": messages_of(task.data),

@@ -42,6 +42,7 @@ class Server:
     client: openai.AsyncOpenAI
     model: str  # "": the first one that the server lists
     listed: str = ""
+    refusal: str = ""  # the status with which it has refused a request
 
     async def judge(self, case: Case, attempt: int) -> float | None:
         """1.0 or 0.0; None if the reply is neither, or the server refuses the case. ConnectionError
@@ -63,8 +64,9 @@ class Server:
             (choice,) = completion.choices
             text = choice.message.content
             is_cut = choice.finish_reason == "length"  # then it may quote the question
-        except (openai.BadRequestError, openai.UnprocessableEntityError):
+        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
             # too long for its context, ...
+            self.refusal = f"HTTP {error.status_code}"
             return None
         except Exception as error:  # whatever a server sends, or does not
             self.listed = ""
@@ -99,12 +101,14 @@ class Judge:
         async with self.lock:
             if self.trusted:
                 return
+            # at once: two that hang, one after the other, would take longer than a reward may
+            results = await asyncio.gather(*map(probe, self.servers), return_exceptions=True)
             silent = []
-            for server in self.servers:
-                try:
-                    await probe(server)
-                except ConnectionError as failure:
-                    silent.append(str(failure))
+            for result in results:
+                if isinstance(result, ConnectionError):
+                    silent.append(str(result))
+                elif result is not None:
+                    raise result
             if len(silent) == len(self.servers):
                 raise ValueError(
                     f"no judge answers ({'; '.join(silent)}): start it, or set JUDGE_URLS"
@@ -132,14 +136,16 @@ class Judge:
             server = self.servers[number % len(self.servers)]
             number += 1
             asked_at = time.monotonic()
-            if asked_at - self.silent_since > PATIENCE_S and asked_at - self.ended_at < MINUTE_S:
+            has_waited_long = asked_at - self.silent_since > PATIENCE_S
+            has_just_failed = asked_at - self.ended_at < MINUTE_S
+            if has_waited_long and has_just_failed:
                 raise ConnectionError(f"no judge has answered for {PATIENCE_S:g} s")
             self.silent_since = min(self.silent_since, asked_at)
             try:
                 verdict = await server.judge(case, attempt=unclear)
             except ConnectionError as failure:
                 self.warn(failure)
-                if self.answered_at > asked_at:
+                if self.answered_at > asked_at:  # another case was answered meanwhile
                     failures += 1
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -172,10 +178,12 @@ async def probe(server: Server) -> None:
                 verdict = await server.judge(case, attempt)
         if verdict != right:
             relation = "the same" if right else "different"
+            problem = "which it does not say. Serve a better model"
+            if verdict is None and server.refusal:
+                problem = f"and it refuses the request ({server.refusal}). Serve a larger context"
             raise ValueError(
                 f"the judge at {server.host} cannot judge: {case.truth!r} and {case.answer!r} "
-                f"are {relation}, which it does not say. Serve a better model, or take it as it is "
-                "with JUDGE_PROBE=0"
+                f"are {relation}, {problem}, or take it as it is with JUDGE_PROBE=0"
             )
 
 

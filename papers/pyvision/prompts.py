@@ -115,4 +115,4 @@ def wording_of(record: Mapping) -> Wording | None:
     before, _, after = content.partition(question)
     if not FACTS.search(before) and not FACTS.search(after):
         return None
-    return Wording(before=MARK.sub("", before).lstrip("\n"), after=after)
+    return Wording(before=MARK.sub("", before).lstrip("\n"), after=MARK.sub("", after))

@@ -114,8 +114,8 @@ async def score_judged(
     truth, options = reference(ground_truth)
     answer = final_answer(extra.get("last_turn", solution_str))
     verdict = by_rules(answer, truth, options) if answer else 0.0
-    is_open = verdict is None
-    if is_open:
+    asks_judge = verdict is None
+    if asks_judge:
         question = extra.get("question")
         if not isinstance(question, str) or not question.strip():
             raise ValueError(
@@ -123,7 +123,7 @@ async def score_judged(
             )
         verdict = await judge.verdict(Case(family, question, truth, answer))
     pred = truth if verdict else answer  # so that votes agree
-    return {"score": verdict, "acc": verdict, "pred": pred, "judged": float(is_open)}
+    return {"score": verdict, "acc": verdict, "pred": pred, "judged": float(asks_judge)}
 
 
 def score_measured(
@@ -193,6 +193,7 @@ def by_rules(answer: str, truth: str, options: list[str]) -> float | None:
     plain_truth = plain(truth)
     if says_same(answer, truth) or same_formula(answer, truth):
         return 1.0
+    # another option, or one that differs in a symbol alone: the right one has been handled
     if any(same_plain(plain_answer, plain(other)) for other in options):
         return 0.0
     letter, _ = option(plain_answer)
@@ -222,7 +223,9 @@ def whole_number(text: str) -> Fraction | None:
     return value
 
 
-LONE_NUMBER = re.compile(r"(?<![\w^{.])-?[0-9][0-9,]*(?:\.[0-9]+)?")  # not the 2 of m2, m^2, m^{2}
+LONE_NUMBER = re.compile(  # not the 2 of m2, m^2, m^{2}; 3,4 is two numbers
+    r"(?<![\w^{.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?"
+)
 RATIONAL = re.compile(r"(-?)(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+))")
 
 

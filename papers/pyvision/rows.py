@@ -124,7 +124,7 @@ def convert(record: Mapping, index: int, root: Path | None) -> dict:
     """The row of a record with a prompt, whose wording stays."""
     env_name = record.get("env_name") or ""
     if env_name not in (*SHOWN, *MODES):
-        names = ", ".join(filter(None, {*SHOWN, *MODES}))
+        names = ", ".join(sorted({*SHOWN, *MODES} - {""}))
         raise BadRow(f"env_name {env_name!r:.60}: known are {names}")
     messages = []
     for message in record["prompt"]:

@@ -19,6 +19,7 @@ MAX_CHARACTERS = 1000  # of an answer; longer ones are wrong
 # options of a question, one a line
 LINES = re.compile(r"^[^\S\n]*\(?([A-K])(?:[.:)]\s*|\s+)(.*\S)", re.MULTILINE)
 INLINE = re.compile(r"\(([A-K])\)\s*((?:(?!\([A-K]\)).)*\S)\s*(?=\([A-K]\)|$)")
+BOLD = re.compile(r"(?<![0-9A-Za-z)\]}])\*+|\*+(?![0-9A-Za-z(\\{])")  # but not the sign of 3*4
 INTEGER = re.compile(r"[0-9]+")
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 MATHEMATICS = re.compile(r"[\\/^*:=+!<>]|[ap]\.?m\b")
@@ -59,7 +60,7 @@ def answer_in(solution: str) -> str:
     answer = last_boxed(text)
     if answer is None:
         answer = text if opened else ""
-    answer = answer.replace("*", "").strip()
+    answer = BOLD.sub("", answer).strip()
     if len(answer) > MAX_CHARACTERS:
         return ""
     return answer
@@ -142,6 +143,7 @@ def is_number(answer: str, truth: str) -> bool:
             MATHEMATICS.search(around) or re.match("[a-z]", after) or re.search("[0-9]!", answer)
         )
         is_lone = not is_formula and not OTHER_NUMBER.search(around)
-        if is_lone and rational(number[0]) == rational(truth):
+        value = rational(number[0])
+        if is_lone and value is not None and value == rational(truth):
             return True
     return is_equal(answer, truth)

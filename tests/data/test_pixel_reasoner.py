@@ -157,6 +157,13 @@ def test_missing_files_are_named(folder):
         main(Args(folder))
 
 
+def test_folders_that_their_script_has_moved_are_found(folder):
+    main(Args(folder))
+    (folder / "images.zip").unlink()
+    (folder / "images").rename(folder / "release_images")
+    main(Args(folder))
+
+
 def test_an_archive_that_leaves_its_folder_is_refused(folder):
     with zipfile.ZipFile(folder / "images.zip", "w") as file:
         file.writestr("../outside.jpg", b"x")

@@ -364,6 +364,10 @@ def test_gsm8k_bad_files(tmp_path):
         gsm8k.read_split(str(tmp_path), "train")
     with pytest.raises(ValueError, match="no final answer"):
         gsm8k.final_answer("72")
+    assert gsm8k.final_answer("10 #### -1,234.5 ") == "-1234.5"
+    for more in ("1/2", "5 or 6", "2^10", "1e5", "3,5"):
+        with pytest.raises(ValueError, match="no final answer"):
+            gsm8k.final_answer(f"so #### {more}")
     (tmp_path / "train.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="the split train has no rows"):
         gsm8k.read_split(str(tmp_path), "train")

@@ -144,6 +144,10 @@ def test_options_stand_in_the_prompt_and_their_letter_is_the_truth(record):
         ),
         ({"question": "q", "options": ["10", "12"]}, "no right option: .* found None"),
         (
+            {"question": "q", "options": ["B", "A", "D", "C"], "answer": "C"},
+            "the answer C may be the option C, or the text of D",
+        ),
+        (
             {"question": "q", "A": 1, "B": 2, "C": None, "D": 3, "E": 4, "answer": "D"},
             "options A, B, D, E: one between them is missing",
         ),
@@ -156,6 +160,14 @@ def test_options_stand_in_the_prompt_and_their_letter_is_the_truth(record):
 def test_options_of_another_shape_are_refused(record, reason):
     with pytest.raises(ValueError, match=reason):
         prepare.read_record(record)
+
+
+@pytest.mark.parametrize("empty", [[], "", None])
+def test_a_question_without_options_is_open(empty):
+    record = {"question": "q", "options": empty, "answer": "12"}
+    assert prepare.read_record(record)[1] == "12"
+    named = {"question": "q", "options": ["A", "B"], "answer": "B"}
+    assert prepare.read_record(named)[1] == "B", "both readings agree"
 
 
 def test_prepare_folder_by_split_and_source(tmp_path):

@@ -162,7 +162,14 @@ def test_modes(vision, mode, format_):
 
 @pytest.mark.parametrize(
     "mode, format_, most",
-    [("I", "TIFF", 6e4), ("F", "TIFF", 6e4), ("I", "PPM", 6e4), ("F", "TIFF", 1)],
+    [
+        ("I", "TIFF", 6e4),
+        ("F", "TIFF", 6e4),
+        ("I", "PPM", 6e4),
+        ("F", "TIFF", 1),
+        ("I", "TIFF", -200),
+        ("F", "TIFF", np.nan),
+    ],
 )
 def test_pictures_of_numbers_without_a_white_are_refused(mode, format_, most):
     """They would be cut at 255, a depth map would be white; or all of 0 to 1 would be black."""

@@ -2,6 +2,7 @@
 rows."""
 
 import json
+import math
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -113,6 +114,29 @@ def test_an_answer_may_be_a_string_and_is_video_may_be_missing(vision, folder):
     pq.write_table(table, path)
     rows = load(path, vision, folder)
     assert rows[0].ground_truth == ["B"] and [m.kind for m in rows[1].media] == ["image"] * 3
+
+
+def test_cells_that_are_no_texts(vision, folder):
+    """As pandas and CSV leave them: NaN is no question and no video, "False" no video, either."""
+    records = pq.read_table(write(folder)).to_pylist()
+    records[0]["is_video"] = math.nan
+    records[1] |= {"is_video": "False", "qid": 17}
+    records[2]["question"] = math.nan
+    (folder / "release.jsonl").write_text("\n".join(map(json.dumps, records)))
+    rows = load(str(folder / "release.jsonl"), vision, folder, bad_rows="drop")
+    assert [[m.kind for m in row.media] for row in (rows[0], rows[1])] == [
+        ["image"] * 2,
+        ["image"] * 3,
+    ]
+    assert len(rows) == 2 and rows[1].extra_info["qid"] == "17"
+
+
+def test_a_first_row_that_lacks_a_column_is_a_bad_row_of_its_own(vision, folder):
+    records = pq.read_table(write(folder)).to_pylist()
+    del records[0]["answer"]
+    (folder / "release.jsonl").write_text("\n".join(map(json.dumps, records)))
+    rows = load(str(folder / "release.jsonl"), vision, folder, bad_rows="drop")
+    assert len(rows) == 2
 
 
 def test_folders_that_pixel_reasoners_script_has_moved(vision, folder):

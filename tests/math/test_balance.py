@@ -120,6 +120,12 @@ def test_tokens_of_a_group_are_its_prompt_once_and_what_is_trained_on():
     assert num_tokens([episode(0, 0, 7, trained=False)]) == 0
 
 
+def test_a_prompt_that_is_not_shared_counts_with_each_response():
+    group = [episode(0, s, 20, trained=s != 1) for s in range(3)]
+    assert num_tokens(group, share_prompts=False) == 2 * (5 + 20)
+    assert num_tokens(group) == 5 + 2 * 20
+
+
 def test_a_rank_alone_keeps_its_lists():
     lists = [episode(1, 0, 3)], [], [[]]
     alone = World(0, 1, 0, torch.device("cpu"))

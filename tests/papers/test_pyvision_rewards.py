@@ -267,6 +267,8 @@ def test_numbers():
         for text in ("3/2", r"\frac{3}{2}", "1.5", "$1,500", "-2", "nan", "inf", "", "1, 2", "²")
     ]
     assert found == [Fraction(3, 2)] * 3 + [1500, -2] + [None] * 5
+    assert number("about 1e3") == number("about 1,000 people") == 1000
+    assert number("2,3 or so") is None and number("1.5e2 m away") == 150
 
 
 # --- routes ---------------------------------------------------------------------------------------

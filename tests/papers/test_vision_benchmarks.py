@@ -365,6 +365,15 @@ def test_what_makes_another_number(answer):
     assert score_tir_bench("math", r"\boxed{There are 3 cups.}", "3")["score"] == 1.0
 
 
+def test_lists_are_no_number_and_a_sign_is_no_emphasis():
+    assert score_tir_bench("math", r"\boxed{3,4}", "1,2")["score"] == 0.0
+    assert score_tir_bench("math", r"\boxed{1,2}", "1,2")["score"] == 1.0
+    assert score_tir_bench("math", r"\boxed{1234}", "1,234")["score"] == 1.0
+    assert score_tir_bench("math", r"\boxed{3*4}", "34")["score"] == 0.0
+    assert score_tir_bench("math", r"\boxed{3*4}", "12")["score"] == 1.0
+    assert score_tir_bench("math", r"\boxed{**12**}", "12")["score"] == 1.0
+
+
 @pytest.mark.parametrize(
     "truth", [["5"], {"answer": "5"}, None, float("nan"), float("inf")], ids=repr
 )

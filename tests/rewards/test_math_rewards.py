@@ -544,6 +544,11 @@ UNEQUAL = [  # answer, ground truth
     ("3, 100, 200", "3100200"),
 ]
 DIFFERENT = [  # in both directions
+    ("0.000014", "0.00001"),  # two digits are no rounding
+    ("0.0000049", "0.00000"),
+    ("2, 5e3", "25000"),  # a list
+    (r"2, 5\times 10^3", "25000"),
+    ("1,2e3", "12000"),
     (
         r"5\text{ kg m}^2",
         r"5\text{ kg}",

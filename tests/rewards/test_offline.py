@@ -498,3 +498,46 @@ def test_filters_that_cannot_work(tmp_path, monkeypatch, flags, problem):
     with pytest.raises(SystemExit, match=problem):
         score_file(Scoring("a.parquet", **flags))
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize(
+    "names, problem",
+    [
+        (("a.jsonl", "b.parquet"), "FILE has lines of JSON and parquet: give one kind"),
+        (("a.parquet", "odd.parquet"), "the files of FILE do not fit together"),
+        (("a.parquet", "a_kept.parquet"), "--keep writes .*a_kept.parquet, which is FILE itself"),
+    ],
+)
+def test_rows_that_cannot_be_kept_are_refused_before_anything_is_scored(tmp_path, names, problem):
+    for name in names:
+        changes = {"images": "none"} if name.startswith("odd") else {}
+        write(tmp_path / name, [row(i, **changes) for i in range(3)])
+    files = ",".join(str(tmp_path / name) for name in names)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(SystemExit, match=problem):
+        score_file(Scoring(files, keep=(0.3, 1.0)))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_verdicts_replace_no_file_of_rows(tmp_path):
+    file = write(tmp_path / "a.parquet", [row(i) | {"row": i} for i in range(3)])
+    rows = write(tmp_path / "rows.parquet", [row(i) for i in range(3)])
+    with pytest.raises(SystemExit, match=r"rows\.parquet is FILE itself, or a file of --rows"):
+        score_file(Scoring(file, rows=rows, keep=(0.0, 1.0), output=rows))
+
+
+def test_a_truth_that_nests_too_deep_costs_its_row(tmp_path):
+    deep = {"truth": "[" * 3000, "reward_model": None}
+    file = write(tmp_path / "a.jsonl", [row(0, **deep), row(1, prompt="[" * 3000)])
+    score_file(Scoring(file, bad_rows="drop"))
+    assert [s["correct"] for s in read(tmp_path / "a_scored.jsonl")] == [False]
+
+
+def test_a_prompt_that_looks_like_json_is_a_text(tmp_path):
+    function = tmp_path / "mine.py"
+    function.write_text(
+        "def mine(prompts, completions, **columns):\n    return [float(prompts[0] == '12')]\n"
+    )
+    file = write(tmp_path / "a.jsonl", [row(0, data_source="mine", prompt="12")])
+    score_file(Scoring(file, reward_function=f"{function}:mine"))
+    assert [s["score"] for s in read(tmp_path / "a_scored.jsonl")] == [1.0, 1.0]

@@ -54,12 +54,36 @@ def scorer(monkeypatch):
         "sqrt(*[4])",
         "f'{1}'",
         "(x := 1)",
+        "ord('a')",
+        "(oracle_answer := 1)",
     ],
 )
 def test_a_policy_runs_no_code(scorer, task, answer):
     result = rewards.score(f"<answer>{answer}</answer>", truth_of(task))
     assert result["score"] == 0 and result["pred"] == answer
     assert scorer == []
+
+
+@pytest.mark.parametrize(
+    "task, answer",
+    [
+        # sympy evaluates the text of a string
+        ("puzzle24", 'sin("print(1)")'),
+        ("simple_integration", '"print(1)"'),
+        # variables of the scorers
+        ("n_queens", "[valid_solutions]"),
+        ("string_insertion", "oracle_answer"),
+    ],
+)
+def test_a_policy_reads_neither_code_out_of_texts_nor_the_scorers_variables(scorer, task, answer):
+    result = rewards.score(f"<answer>{answer}</answer>", truth_of(task))
+    assert result["score"] == 0 and scorer == []
+
+
+def test_the_truth_of_an_evaluation_may_have_been_read(scorer):
+    """common.score makes an object of a `truth` that is the text of one."""
+    truth = json.loads(truth_of("chain_sum", "2"))
+    assert rewards.score("<answer>2</answer>", truth)["score"] == 1
 
 
 @pytest.mark.parametrize(
@@ -210,6 +234,7 @@ def test_no_scorer_runs_the_code_of_an_answer(tmp_path):
         f"[open({str(file)!r}, 'w')]",
         f"__import__('os').system('touch {file}')",
     ]
+    codes += [f"sin({code!r})" for code in codes] + [repr(code) for code in codes]
     for task in sorted(set(package.factory.DATASETS) - UNUSABLE):
         dataset = package.factory.create_dataset(task, size=4, seed=1)
         truth = prepare.make_truth(task, vars(dataset.config), dataset[0])

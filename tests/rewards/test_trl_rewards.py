@@ -77,6 +77,13 @@ def test_a_function_gets_what_it_names():
     assert result(lambda completion_ids, log_extra: [len(completion_ids[0])])["score"] == 3
 
 
+def test_a_function_may_take_any_arguments_by_place():
+    def reward(completions, *args, solution):
+        return [len(args) + len(solution)]
+
+    assert result(reward)["score"] == 1
+
+
 def test_what_it_logs_stands_beside_the_score():
     def reward(completions, log_metric, log_extra, **kwargs):
         log_metric("length", 4.0)

@@ -23,7 +23,15 @@ import grpo
 import ppo
 import sft
 from common import command_line, flags
-from common.command_line import check_ranges, expanded_arguments, flag, flat, refuse_idle
+from common.command_line import (
+    HELP_COLUMN,
+    check_ranges,
+    expanded_arguments,
+    flag,
+    flat,
+    help_lines,
+    refuse_idle,
+)
 from common.data.prompts import PromptData
 from common.flags import Data, Rollout, check_shared, parse
 from common.foreign_flags import SCRIPTS_WITH, answer_to, foreign_keys
@@ -417,6 +425,22 @@ def test_an_empty_value_is_an_unset_variable(script, given, monkeypatch):
         called(monkeypatch, script, *given)
 
 
+def test_an_empty_argument_is_told_by_its_place(monkeypatch):
+    """`--seed 1 "$EXTRA"`, where EXTRA is not set."""
+    with pytest.raises(SystemExit, match=r"^an empty argument stands behind 1: an unset variable"):
+        called(monkeypatch, grpo, "--seed", "1", "")
+    with pytest.raises(SystemExit, match=r"^--train_data is followed by no file"):
+        called(monkeypatch, grpo, "--train_data", "--model", "x")
+
+
+def test_a_default_that_is_longer_than_its_column_has_a_line_of_its_own():
+    action = Mock(option_strings=["--model"], help="folder or hub id (default: x)", metavar="STR")
+    name = "Qwen/Qwen2.5-VL-72B-Instruct"
+    assert help_lines(action, name) == [f"  --model {name}", " " * HELP_COLUMN + "folder or hub id"]
+    action.help = "(default: x)"
+    assert help_lines(action, "x") == ["  --model x"], "a fork's flag without a text"
+
+
 @pytest.mark.parametrize("script", [grpo, ppo], ids=["grpo", "ppo"])
 def test_a_correction_that_leaves_nothing_is_refused(script, monkeypatch):
     for correction, low, high in (("mask", 3, 2), ("sequence", 0.5, 0.4), ("truncate", 0, 0)):
@@ -624,6 +648,16 @@ def test_what_nobody_knows_is_listed_beside_what_is_answered(monkeypatch):
         "--data.mine",
         "--nobodys",
     ]
+
+
+def test_a_switch_that_is_turned_off_hides_no_key(monkeypatch):
+    """However it is spelled."""
+    for switch in ("--eval-before", "--no-eval-before", "--eval_before", "--no_eval_before"):
+        answers = answers_to(monkeypatch, grpo, f"--beta 0.1 {switch} data.train_files=a")
+        assert list(answers) == ["data.train_files", "--beta"] or set(answers) == {
+            "data.train_files",
+            "--beta",
+        }
 
 
 def test_a_typo_beside_a_foreign_flag_is_answered_with_the_nearest_name(monkeypatch):

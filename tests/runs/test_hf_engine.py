@@ -332,6 +332,19 @@ def test_stale_weights_are_refused(make_engine, policy):
         attempt(5)
 
 
+def test_a_sync_finds_the_buffers_that_sleep_has_replaced(make_engine, policy):
+    """As on a GPU, where they are other tensors after each move; a CPU's stay."""
+    engine = make_engine(synced=False)
+    engine.model.register_buffer("scale", torch.ones(2))
+    engine.books = WeightBooks(engine.books.expected | {"scale": 2})
+    for buffers in [module._buffers for module in engine.model.modules()]:
+        for name, buffer in buffers.items():
+            buffers[name] = buffer.clone()
+    weights = [*full_parameters(policy), ("scale", torch.full((2,), 3.0))]
+    engine.sync_weights(weights, 0)
+    assert engine.model.scale.tolist() == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("sleep_level, kept", [(1, True), (2, False)])
 def test_weights_that_sleep_has_dropped_are_not_sampled_with(sleep_level, kept):
     """If the next sync is forgotten. CPUs have no sleep: a mock stands in for vLLM, and the books

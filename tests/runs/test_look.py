@@ -187,6 +187,16 @@ def test_what_is_no_run_and_a_run_whose_model_is_not_known(run_dir, tmp_path_fac
     assert drawn(run_dir / "rollouts/step_000001.html").is_file()
 
 
+def test_a_dump_may_be_named_from_its_own_folder(run_dir, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(run_dir / "rollouts")
+    out = tmp_path_factory.mktemp("out")
+    look(Path("step_000001.parquet"), out=out)
+    assert len(list(out.rglob("step_000001.html"))) == 1
+    os.mkfifo("pipe.parquet")
+    with pytest.raises((SystemExit, ValueError), match="no regular file"):
+        look(Path("pipe.parquet"), out=out)
+
+
 def test_pictures_come_from_the_files_beside_a_dump(tmp_path, world):
     tokenizer = build_tokenizer()
     episodes = random_episodes(seed=2, prompts=2, samples=2)

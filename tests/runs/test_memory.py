@@ -38,6 +38,7 @@ from common.memory.estimate import CUDA_CONTEXT, activation_bytes, keeps_gathere
 from common.memory.halving import remembered_budget
 from common.memory.plan import GB_PER_GIB, MemoryPlan, memory_plan, no_rollout
 from common.memory.remedies import largest_micro_batch
+from common.memory.remedies import remedies as remedies_of
 from common.memory.shape import ModelShape, TowerShape, model_shape
 from common.optimizer import move_states
 from common.rollout.opening import samples_of_engine
@@ -495,6 +496,17 @@ def test_the_cheapest_change_is_named(name, free, ranks, flags, advice, monkeypa
     text = planned_on_gpus(monkeypatch, name, free, ranks, Rollout(engine_memory=8), **flags).text
     words = text.partition("may not fit; it would ")[2]
     assert re.fullmatch(advice, words), words
+
+
+def test_what_is_on_the_host_already_does_not_hide_what_could_follow_it():
+    """The plan counts no reference then."""
+    machine = Machine(offload="reference", strategy="ddp")
+    (offloads,) = [
+        remedies
+        for remedies in map(list, remedies_of(Rollout(), machine, 1, True, False, []))
+        if any("--offload" in remedy.words for remedy in remedies)
+    ]
+    assert [remedy.words for remedy in offloads] == ["", "--offload optimizer,reference"]
 
 
 # --- the micro-batch that a run chooses -----------------------------------------------------------

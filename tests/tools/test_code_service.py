@@ -69,6 +69,10 @@ class Service(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
 
 
+class Cut(bytes):
+    """A body that ends too soon."""
+
+
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
@@ -82,7 +86,8 @@ class Handler(BaseHTTPRequestHandler):
         status = fault if isinstance(fault, int) else 200
         body = fault if isinstance(fault, bytes) else json.dumps(fault).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        length = len(body) + 100 * isinstance(fault, Cut)
+        self.send_header("Content-Length", str(length))
         self.end_headers()
         self.wfile.write(body)
 
@@ -175,6 +180,12 @@ def test_a_service_that_is_down(service, run_code):
     service.server_close()
     with pytest.raises(SystemExit, match=f"the code service at {service.address} fails: .*refused"):
         run_code("print(1)")
+
+
+def test_an_answer_that_is_cut_off_is_asked_for_again(service, run_code):
+    whole = b'{"status": "Success"'
+    service.faults = [Cut(whole)]
+    assert run_code("print(1)")[0] == "1\n" and len(service.programs) == 2
 
 
 def test_it_waits_longer_before_each_retry(service, run_code, monkeypatch):

@@ -1056,6 +1056,17 @@ def test_bad_boxes(box):
     assert len(str(error.value)) < 250
 
 
+def test_pixels_of_a_later_frame_are_those_that_were_shown():
+    """All frames of a video are shown at the size of the first."""
+    frames = [scene(*size)["frames"][0] for size in ((1280, 720), (640, 480))]
+    media = [{"kind": "video", "frame": None, "frames": frames}]
+    shown = visual.displayed_size((1280, 720), "video", LIMITS)
+    box = [0.5 * shown[0], 0.5 * shown[1], 0.9 * shown[0], 0.9 * shown[1]]
+    _, (image,), info = crop_image_normalized(box, 2, {"media": media} | LIMITS)
+    assert info["box"] == pytest.approx([0.4, 0.4, 1.0, 1.0], abs=0.02)
+    assert image.size == (384, 288)
+
+
 def test_a_box_outside():
     with pytest.raises(ValueError, match=r"lies outside the image, which is 980x784$"):
         crop([980, 10, 1100, 60], [scene(1000, 800)])

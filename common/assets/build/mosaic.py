@@ -25,7 +25,7 @@ TILE = 44  # pixels: side of the tile
 DOT = 3  # pixels: side of one of the 5 x 7 dots of its digit
 EVAL_ROWS = 512
 RL_ROWS = 2048
-# flags of the scripts
+# of PixelLimits; tiny_vl.py passes some of them to the scripts as flags
 LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544, "cell": 28}
 FONT = """
 .###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.

@@ -94,8 +94,8 @@ def write_demo_data(folder: Path) -> None:
 
 
 def write_supervised_data(folder: Path) -> None:
-    """train.jsonl and eval.jsonl of the demo that `sft.py` runs without --model: searches on other
-    problems than the warm start's."""
+    """train.jsonl and eval.jsonl of the demo that `sft.py` runs without --model: searches on
+    problems of another seed than the warm start's, of which about a third are among those, too."""
     folder.mkdir(parents=True, exist_ok=True)
     problems = sums_and_differences(3000, seed=2)
     write_traces(folder / "eval.jsonl", problems[:256], 1, random.Random(2))

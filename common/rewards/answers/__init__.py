@@ -86,9 +86,11 @@ def same(answer: str, truth: str, depth: int) -> bool:
             return same_items(both_signs(answer), both_signs(truth), depth)
         return same_relation(answer_relation, true_relation, depth)
     if answer_relation:
-        return same_as_relation(answer, truth, depth) or is_result(answer_relation, truth, depth)
+        if same_as_relation(answer, answer_relation, truth, depth):
+            return True
+        return is_result(answer_relation, truth, depth)
     if true_relation:
-        return same_as_relation(truth, answer, depth)
+        return same_as_relation(truth, true_relation, answer, depth)
     return same_parts(answer, truth, depth)
 
 
@@ -192,11 +194,7 @@ def is_spelled_only(text: str) -> bool:
 
 
 def is_rounded(text: str, decimal: str, min_digits: int = 6) -> bool:
-    """Whether 1.414214 is the value of \\sqrt{2}: six digits behind the point, and as many that are
-    not zeros."""
-    significant = decimal.replace(".", "").strip("-0")
-    if len(significant) < min_digits:
-        return False
+    """Whether 1.414214 is the value of \\sqrt{2}, by the rule of `rounds_to`."""
     value = formulas.real_value(text)
     return value is not None and rounds_to(value, decimal, min_digits)
 
@@ -245,12 +243,9 @@ def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
     return formulas.same_relation((left, right), (true_left, true_right), direction)
 
 
-def same_as_relation(text: str, other: str, depth: int) -> bool:
+def same_as_relation(text: str, relation: Relation, other: str, depth: int) -> bool:
     """x = 5 is 5, 2 + 3 = 5 is 5, 2 < x < 5 is (2, 5), x in [0, 1] is [0, 1]; \\sqrt{2} \\approx
     1.41 is either."""
-    relation = read_relation(text)
-    if relation is None:
-        return False
     sides, signs = relation
     if signs[-1] == "\\approx" and is_rounded(sides[-2], short_form(sides[-1]), min_digits=1):
         return any(same(side, other, depth - 1) for side in sides[-2:])

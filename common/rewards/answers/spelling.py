@@ -6,9 +6,10 @@ from fractions import Fraction
 from common.rewards.answers.typesetting import TEXT_COMMAND
 
 DECIMAL = re.compile(r"[-+]?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)?(?:\.[0-9]*)?")
+MANTISSA = r"[-+]?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]*)?"
 SCIENTIFIC = re.compile(  # without spaces: 4.5e-3, 4.5\times10^{-3}, 10^{33}
-    r"([-+]?[0-9][0-9,]*(?:\.[0-9]*)?)[eE]([-+]?[0-9]{1,2})"
-    r"|(?:([-+]?[0-9][0-9,]*(?:\.[0-9]*)?)(?:\\times|\\cdot|\*))?10\^\{?([-+]?[0-9]{1,2})\}?"
+    rf"({MANTISSA})[eE]([-+]?[0-9]{{1,2}})"
+    rf"|(?:({MANTISSA})(?:\\times|\\cdot|\*))?10\^\{{?([-+]?[0-9]{{1,2}})\}}?"
 )
 FRACTION = re.compile(r"(-?)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 MIXED = re.compile(r"(-?)([0-9]+)\\frac\{([0-9]+)\}\{([0-9]+)\}")
@@ -32,7 +33,8 @@ def short_form(text: str) -> str:
     short = re.sub("(?<![0-9]) | (?![0-9])", "", text)
     for pattern, replacement in SHORT_FORMS:
         short = re.sub(pattern, replacement, short)
-    is_list = re.search(r"[0-9],\s+[0-9]", text) and DECIMAL.fullmatch(short)
+    is_number = DECIMAL.fullmatch(short) or SCIENTIFIC.fullmatch(short)
+    is_list = is_number and re.search(r"[0-9],\s+[0-9]", text)
     return short.replace(",", ", ") if is_list else short
 
 
@@ -69,7 +71,7 @@ def spelling(text: str) -> str:
     short = short_form(text)
     value = rational(short)
     if value is None:
-        if short.isalpha():
+        if short.isalpha():  # word by word: in `short` they are joined
             return short_form(re.sub("[A-Za-z]+", lower_case, text))
         return short
     if value.denominator == 1:
@@ -88,10 +90,13 @@ def lower_case(word: re.Match) -> str:
 
 
 def rounds_to(value: Fraction, decimal: str, min_digits: int) -> bool:
-    """Whether a decimal is the value rounded, with enough digits behind the point: MAWPS has
-    0.6666666667 for 2/3."""
+    """Whether a decimal is the value rounded, with enough digits behind the point, and as many that
+    are not zeros in front: MAWPS has 0.6666666667 for 2/3."""
     digits = decimal.partition(".")[2]
+    significant = re.sub("[.,]", "", decimal).strip("-+0")
     true_value = rational(decimal)
-    if true_value is None or not digits.isdecimal() or len(digits) < min_digits:
+    if true_value is None or not digits.isdecimal():
+        return False
+    if min(len(digits), len(significant)) < min_digits:
         return False
     return round(value, len(digits)) == true_value
