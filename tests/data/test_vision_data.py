@@ -21,7 +21,7 @@ from PIL import Image
 from vl import QWEN_VL, picture, write_tiny_vl
 
 from common.data import render
-from common.data.media import count_tokens
+from common.data.media import count_tokens, open_media
 from common.data.verl import ignored_request
 from common.distributed import World
 from common.pictures import BadRow, Media, PixelLimits
@@ -618,3 +618,9 @@ def test_rows_choose_tools_as_in_verl(tmp_path, vision):
         load(tmp_path, vision, [unknown], tools=tools)
     with pytest.raises(ValueError, match="line 1: malformed: AttributeError"):
         load(tmp_path, vision, [ask("x") | {"extra_info": {"tools_kwargs": "fly"}}], tools=tools)
+
+
+def test_a_picture_that_cannot_be_read_to_its_end_costs_its_row():
+    """The file opens, and its disk fails: a stale handle, a bad block."""
+    with pytest.raises(BadRow, match=r"cannot read /proc/self/mem \("):
+        open_media(("image", ["/proc/self/mem"]), None, LIMITS)

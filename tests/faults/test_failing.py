@@ -3,6 +3,7 @@ shown, Ctrl-C is one line, a full disk costs a checkpoint and no more. What SIGT
 test_grpo_faults.py."""
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -746,3 +748,24 @@ def test_a_package_that_cannot_be_imported_names_the_requirements_and_the_doctor
     assert ("requirements.txt" in said and "python -m common.doctor" in said) == advised and str(
         error
     ) in said
+
+
+def test_a_stall_of_any_length_may_be_asked_for(monkeypatch):
+    timers = []
+    timer = lambda seconds, **_: timers.append(seconds)  # noqa: E731
+    monkeypatch.setattr(ending.faulthandler, "dump_traceback_later", timer)
+    monkeypatch.setattr(ending.threading, "Thread", Mock())
+    monkeypatch.setattr(ending, "_stall_s", 0.0)
+    ending.watch(None, math.inf)
+    assert math.isfinite(timers[0])
+
+
+def test_a_failure_in_any_letters_reaches_the_other_ranks(monkeypatch, capfd):
+    """A file name that is not UTF-8 has halves of surrogate pairs, which the store refuses."""
+    said = {}
+    store = Mock(add=lambda *_: 1, set=lambda key, line: said.update({key: line.encode()}))
+    monkeypatch.setattr(ending, "_store", store)
+    monkeypatch.setattr(ending, "_stall_s", 0.0)
+    ending.fail("--model caf\udce9: no folder")
+    assert said == {"failed": rb"--model caf\udce9: no folder"}
+    assert r"--model caf\udce9: no folder" in capfd.readouterr().err

@@ -123,3 +123,10 @@ def test_a_sandbox_that_does_not_start_is_told_in_our_words(monkeypatch):
     monkeypatch.setattr("common.sandbox.python.PythonWorkers", refuse)
     with pytest.raises(SystemExit, match=r"^--tools python: the sandbox does not start"):
         doctor.try_sandbox()
+
+
+def test_what_is_pasted_names_nobody(monkeypatch):
+    monkeypatch.setattr(doctor.os.path, "expanduser", lambda _: "/home/ann")
+    monkeypatch.setattr(doctor.platform, "node", lambda: "gpu7")
+    text = "/home/ann/x on gpu7.corp.example.org at 10.1.2.3:29500, torch 2.11.0"
+    assert doctor.anonymous(text) == "~/x on HOST at ADDRESS:29500, torch 2.11.0"

@@ -136,6 +136,16 @@ def test_a_large_score_costs_its_episode_and_is_told(scorer, capsys, size, kept)
     assert (warning in capsys.readouterr().out) != kept
 
 
+def test_a_text_that_is_longer_than_its_positions_has_no_score(scorer, monkeypatch, capsys):
+    short, long = short_episodes(2)
+    long.response_ids = long.response_ids * 50
+    long.loss_mask = [1] * len(long.response_ids)
+    monkeypatch.setattr(scorer, "num_positions", 40)
+    scorer.score_episodes([short, long], ROWS, scorer.tokenizer)
+    assert math.isfinite(short.score) and not math.isfinite(long.score)
+    assert "1 of 2 texts are longer than its 40 positions" in capsys.readouterr().out
+
+
 def test_a_classifier_with_several_outputs_is_refused(tmp_path):
     folder = save_reward_model(tmp_path, num_labels=3)
     with pytest.raises(SystemExit, match=r"--reward-model .* has 3 outputs, expected one"):

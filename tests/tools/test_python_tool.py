@@ -551,6 +551,13 @@ def test_figures(workers, code, sizes, told):
     assert told in reply.text and reply.error == bool(told)
 
 
+def test_figures_beyond_those_of_a_block_are_in_no_later_one(workers):
+    trajectory = Trajectory(workers)
+    assert len(trajectory("for _ in range(20): plt.figure()\nplt.show()").images) == 8
+    reply = trajectory("plt.figure(figsize=(3, 2)); plt.show()")
+    assert [Image.open(io.BytesIO(png)).size for png in reply.images] == [(300, 200)]
+
+
 def test_a_figure_that_cannot_be_shown_is_in_no_later_ones_way(workers):
     trajectory = Trajectory(workers)
     for fails in ("plt.figure(figsize=(100, 100))", "plt.title('$\\\\nothing$')"):
