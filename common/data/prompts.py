@@ -326,7 +326,8 @@ class PromptData:
                     )
             except BadRow as error:
                 bad_rows[index] = str(error)
-            except (AttributeError, LookupError, TypeError) as error:  # a number for a list, ...
+            # a number for a list, a text of JSON that nests too deep, ...
+            except (AttributeError, LookupError, RecursionError, TypeError) as error:
                 bad_rows[index] = f"malformed: {type(error).__name__}: {error}"
             else:
                 prepared[index] = row

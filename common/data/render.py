@@ -50,8 +50,12 @@ def clean_prompt(prompt: Prompt) -> Prompt:
 
 
 def parse_call_arguments(message: dict) -> dict:
-    """Make objects of the arguments of tool_calls, in place; OpenAI writes them as JSON text.
-    Returns the message."""
+    """Make objects of the arguments of tool_calls, in place; OpenAI writes them as JSON text. What
+    is empty goes. Returns the message."""
+    # templates ask whether these are defined: an empty one would have a place in the text
+    for key in ("tool_calls", "reasoning_content", "thinking"):
+        if key in message and not message[key]:
+            del message[key]
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -63,7 +67,7 @@ def parsed(text: str, column: str) -> Any:
     """A column's JSON. BadRow if it is none."""
     try:
         return json.loads(text)
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise BadRow(f"{column}: {text!r:.80} is no JSON ({error})") from error
 
 

@@ -212,7 +212,8 @@ def same_items(answers: list[str], truths: list[str]) -> bool:
 
 QUANTITY = re.compile(
     r"(?P<sign>[-+]?)\s*(?P<currency>[$€£]?)\s*"
-    r"(?P<number>[0-9][0-9,]*(?:\.[0-9]*|/[0-9]+)?|\.[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})\s*(?P<unit>[^0-9\s].*)?"
+    r"(?P<number>[0-9]+ +[0-9]+/[0-9]+|[0-9][0-9,]*(?:\.[0-9]*|/[0-9]+)?|\.[0-9]+"
+    r"|\\frac\{[0-9]+\}\{[0-9]+\})\s*(?P<unit>[^0-9\s].*)?"
 )
 # unit -> its other spellings; an s may follow each. No single letters: 5m may be millions, 1980s a
 # decade.
@@ -222,8 +223,8 @@ UNITS = {
     "€": "euro",
     "£": "gbp",
     "°": "degree",
-    "°c": "celsius",
-    "°f": "fahrenheit",
+    "°c": "celsius °celsius",
+    "°f": "fahrenheit °fahrenheit",
     "mm": "millimeter millimetre",
     "cm": "centimeter centimetre",
     "meter": "metre",
@@ -264,6 +265,7 @@ def units_by_spelling() -> dict[str, str]:
 
 
 UNIT_OF = units_by_spelling()
+DEGREES = re.compile(r"(?:°|degrees?)\s*(?=(?:c|f|celsius|fahrenheit)$)")  # 25 degrees Celsius
 
 
 def quantity(text: str) -> tuple[Fraction, str] | None:
@@ -278,7 +280,7 @@ def quantity(text: str) -> tuple[Fraction, str] | None:
     if match["sign"] == "-":
         value = -value
     spellings = [spelling for spelling in (match["currency"], match["unit"]) if spelling]
-    units = {UNIT_OF.get(spelling) for spelling in spellings}
+    units = {UNIT_OF.get(DEGREES.sub("°", spelling)) for spelling in spellings}
     if None in units or len(units) > 1:
         return None
     return value, units.pop() if units else ""

@@ -205,6 +205,13 @@ def test_a_template_may_set_thoughts_apart(tmp_path):
     assert len(data) == 1 and data.episodes(0)
 
 
+def test_empty_keys_of_a_message_are_none():
+    """As a server's replies have them: templates ask whether they are defined."""
+    reply = {"role": "assistant", "content": "b", "tool_calls": [], "reasoning_content": ""}
+    row = {"messages": [{"role": "user", "content": "Hi"}, reply]}
+    assert read_conversation(row).messages[1] == {"role": "assistant", "content": "b"}
+
+
 def test_thoughts_in_a_key_of_their_own_are_trained_or_told(tmp_path, tokenizer):
     asked, thought = alternating("1+1?", "2")
     rows = [asked, thought | {"reasoning_content": "a sum"}]

@@ -773,6 +773,15 @@ BAD = {
     ),
     "cannot be rendered: no tools here": row(prompt=[{"role": "tool", "content": "x"}]),
     "cannot be rendered: 'utf-8' codec can't encode": row("half a pair: \ud83d"),
+    "malformed: RecursionError": row(
+        prompt=[
+            {
+                "role": "user",
+                "content": "x",
+                "tool_calls": [{"function": {"arguments": "[" * 3000}}],
+            }
+        ]
+    ),
 }
 
 

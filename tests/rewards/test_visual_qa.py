@@ -58,6 +58,10 @@ RIGHT = [  # answer, ground truth
     ("**Option (B)**", "B. blue"),
     ("choice B: blue", "B"),
     # numbers
+    ("25 degrees Celsius", "25°C"),
+    (r"25^\circ \text{C}", "25"),
+    ("1 1/2", "1.5"),
+    ("1 1/2 inches", "1.5 in"),
     ("5", "5"),
     ("1,234", "1234"),
     ("1234", "1,234"),
@@ -142,6 +146,8 @@ RIGHT = [  # answer, ground truth
     ("猫", "猫"),
 ]
 WRONG = [
+    ("25 degrees Celsius", "25 degrees Fahrenheit"),
+    ("1 1/2", "11/2"),
     # options
     ("A", "B"),
     ("", "B"),

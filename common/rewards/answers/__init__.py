@@ -19,6 +19,7 @@ from common.rewards.answers.relations import (
     GREATER,
     LESS,
     Relation,
+    equations,
     has_prose,
     interval_of,
     labels_differ,
@@ -79,6 +80,10 @@ def same(answer: str, truth: str, depth: int) -> bool:
         return True
     if depth <= 0:
         return False
+    answers = equations(answer)
+    truths = equations(truth)
+    if answers and truths:
+        return same_items(answers, truths, depth)
     answer_relation = read_relation(answer)
     true_relation = read_relation(truth)
     if answer_relation and true_relation:
@@ -276,6 +281,8 @@ def same_collection(
     """In any order for lists, sets and unions; (1, 2) is 1, 2 in this order, and no \\{1, 2\\}."""
     kinds = {kind or "list", true_kind or "list"}
     if kinds <= UNORDERED and (len(kinds) == 1 or "list" in kinds):
+        return same_items(items, true_items, depth)
+    if kinds == {"reals without"}:
         return same_items(items, true_items, depth)
     if len(items) != len(true_items):
         return False

@@ -12,12 +12,12 @@ from common.rewards.answers.relations import (
     reals_without,
     without_label,
 )
-from common.rewards.answers.spelling import DECIMAL
+from common.rewards.answers.spelling import DECIMAL, rational, short_form
 from common.rewards.answers.units import measures, split_unit
 
 REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R|\{R\}")
 REALS_WITHOUT = re.compile(
-    rf"(?:{REALS.pattern})\s*(?:\\setminus|\\backslash|-)\s*\\\{{([^,;]*)\\\}}"
+    rf"(?:{REALS.pattern})\s*(?:\\setminus|\\backslash|-)\s*\\\{{((?:(?!\\[{{}}]).)*)\\\}}"
 )
 SUCH_THAT = re.compile(r"[|:]")
 PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
@@ -33,7 +33,7 @@ def collection(text: str) -> tuple[str, list[str]]:
     \pm is a list of two.
     """
     match = MATRIX.fullmatch(text)
-    if match:
+    if match and not outside(text, SEPARATOR):  # with commas between them, several
         lines = match[2].strip().removesuffix("\\\\").split("\\\\")
         rows = [line.split("&") for line in lines]
         bars = match[1] if match[1] in ("v", "V") else ""  # a determinant, or a norm
@@ -43,7 +43,13 @@ def collection(text: str) -> tuple[str, list[str]]:
         return "()", ["-\\infty", "\\infty"]
     match = REALS_WITHOUT.fullmatch(text)
     if match:
-        text = reals_without(match[1])
+        numbers = items_of(match[1])
+        values = [rational(short_form(number)) for number in numbers]
+        if len(numbers) > 1 and None in values:  # in no known order
+            return "reals without", numbers
+        if len(numbers) > 1:
+            numbers = [number for _, number in sorted(zip(values, numbers))]
+        text = reals_without(*numbers)
     for kind, pattern in (("union", UNION), ("intersection", INTERSECTION)):
         parts = split_outside(text, pattern)
         if len(parts) > 1:

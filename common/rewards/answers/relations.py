@@ -1,16 +1,18 @@
 r"""Equations, inequalities and labels: x = 5 is 5 with the label x, 2 < x \le 5 is (2, 5]."""
 
 import re
+from itertools import pairwise
 from typing import NamedTuple
 
-from common.rewards.answers.brackets import outside, split_outside
+from common.rewards.answers.brackets import outside, split_brackets, split_outside
 from common.rewards.answers.typesetting import RELATION_SIGN, TEXT_COMMAND
 
 FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
 EQUALITY = {"=", "\\in", "\\approx"}
 LESS = {"<", "\\le"}
 GREATER = {">", "\\ge"}
-VARIABLE = re.compile(r"\{?[A-Za-z]\}?|\\[a-z]+")
+TUPLE_NAME = re.compile(r"\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)")  # (x, y)
+VARIABLE = re.compile(r"\{?[A-Za-z]\}?|\\(?!(?:pi|infty|emptyset)(?![a-z]))[a-z]+")
 LETTERS = (  # x, x_1, AB, \vec{a}, \angle A
     r"(?:\\(?:overline|vec|hat|angle|triangle)(?![a-z])\s*)?(?:\{?[A-Z]{1,3}\}?|\{?[a-z]\}?|\\[a-z]+)'*"
     r"(?:_\s*(?:\{[^{}]*\}|[0-9a-zA-Z]))?"
@@ -76,6 +78,24 @@ def without_label(text: str) -> str:
     if len(sides) == 2 and sides[0] and NAME.fullmatch(sides[1]):
         return sides[0]
     return text
+
+
+def equations(text: str) -> list[str]:
+    """["x = 5", "y = 6"] of (x, y) = (5, 6), and of x = 5, y = 6; [] of all else."""
+    relation = read_relation(text)
+    if relation is None:
+        items = split_outside(text, SEPARATOR)
+        relations = [read_relation(item) for item in items]
+        are_equations = all(found and found.signs == ["="] for found in relations)
+        return items if len(items) > 1 and are_equations else []
+    if relation.signs != ["="] or not TUPLE_NAME.fullmatch(relation.sides[0]):
+        return []
+    opening, inner, closing = split_brackets(relation.sides[1])
+    names = split_outside(relation.sides[0].strip("()"), SEPARATOR)
+    values = split_outside(inner, SEPARATOR)
+    if opening + closing != "()" or len(names) != len(values):
+        return []
+    return [f"{name} = {value}" for name, value in zip(names, values)]
 
 
 def has_prose(sides: list[str]) -> bool:
@@ -147,6 +167,9 @@ def interval_of(relation: Relation) -> tuple[str, str] | None:
         return sides[0], reals_without(sides[1])
     if signs == ["\\in"] and VARIABLE.fullmatch(sides[0]) and not VARIABLE.fullmatch(sides[1]):
         return sides[0], sides[1]
+    if len(sides) == 2 and signs[0] in GREATER and VARIABLE.fullmatch(sides[0]):
+        start = "[" if signs[0] == "\\ge" else "("
+        return sides[0], f"{start}{sides[1]}, \\infty)"  # x > a: about x, not a
     if set(signs) <= GREATER:
         sides, signs = reverse(relation)
     if not set(signs) <= LESS:
@@ -170,5 +193,6 @@ def reverse(relation: Relation) -> Relation:
     return Relation(relation.sides[::-1], signs)
 
 
-def reals_without(number: str) -> str:
-    return rf"(-\infty, {number}) \cup ({number}, \infty)"
+def reals_without(*numbers: str) -> str:
+    ends = ["-\\infty", *numbers, "\\infty"]
+    return " \\cup ".join(f"({start}, {end})" for start, end in pairwise(ends))

@@ -83,8 +83,9 @@ above below increase decrease increases decreases increased decreased rise fall 
 loss losses profit profits deficit surplus win debt credit debit am pm bc ad north south
 east west before after ago even odd positive negative true false inclusive exclusive minimum
 maximum min max base remainder hundred thousand million billion trillion hundreds thousands
-millions billions trillions dozen dozens minus plus squared cubed is are always never
-sometimes only all none both solutions roots undefined infinite infinity instead too twice
+millions billions trillions lakh lakhs crore crores dozen dozens minus plus squared cubed is are
+always never sometimes only all none both solutions roots undefined infinite infinity instead too
+twice
 """
 QUALIFIERS = set(QUALIFIER_WORDS.split())
 # words that do so only as the last ones: 123 (left) is another answer, 123 (third graders) is 123
@@ -107,7 +108,12 @@ MAX_PIECES = 8  # of a unit
 GAP = re.compile(r"\s*(?:/|-|\\cdot)?\s*")  # between them
 RATE_TAIL = re.compile(rf"(?<=[0-9}}\s])\s*(?:km|m|cm|mi|ft)\s*/\s*(?:h|s|hr|min|sec){POWER}$")
 NOUN_TAIL = re.compile(r"\s*\(\s*((?:[^()0-9\\^_=+*]|\\%)*?)\s*\)[\s.]*$")  # 9 (apples)
-CURRENCY = re.compile(r"^([-+]?)\s*(\\\$|[€£¥₹₩₽])\s*(?=[0-9.\\])")
+CURRENCY = re.compile(r"^([-+]?)\s*(\\\$|[€£¥₹₩₽])\s*(?=[-+]?\s*[0-9.\\])")
+# the amount of $15 per hour and of $15/\text{hour}
+PRICE = re.compile(
+    r"([-+]?[0-9][0-9,]*(?:\.[0-9]*)?|[-+]?\.[0-9]+)\s*"
+    r"(?=/\s*(?:\\text|[A-Za-z])|(?:\\text\{\s*)?(?:per|/)\s)"
+)
 FACTOR = re.compile(r"\s*(\\%|\\\$|°?[A-Za-z]+|[°€£¢₹元¥₩₽])\.?(?:\s*\^\s*\{?\s*(-?[0-9])\s*\}?)?")
 PLAIN_NUMBER = re.compile(
     r"[-+]?\s*(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)?\s*(?:\\frac\{[0-9]+\}\{[0-9]+\}|/\s*[0-9]+)?"
@@ -141,6 +147,11 @@ def split_unit(text: str, other_unit: str = "") -> tuple[str, str]:
     if match:
         rest = match[1] + text[match.end() :]
         currency = UNIT_OF.get(match[2], match[2])
+        price = PRICE.match(rest)
+        if price:  # 15 $ per hour
+            priced = unit_behind(f"{price[1]} {match[2]} {rest[price.end() :]}", other_unit)
+            if priced:
+                return priced
     quantity, unit = unit_behind(rest, other_unit) or unit_in_brackets(rest) or (rest, currency)
     if currency and unit != currency:
         unit = f"{currency} {unit}"
@@ -158,7 +169,7 @@ def unit_behind(text: str, other_unit: str) -> tuple[str, str] | None:
         unit = noun_name(words, other_unit)
         if unit and before and PLAIN_NUMBER.fullmatch(before):
             return before, unit
-    match = re.search(r"(?<=[0-9])\s+([A-Za-z])$", text)
+    match = re.search(rf"(?<=[0-9])\s*([A-Za-z]{POWER})$", text)
     if match and other_unit and unit_name(match[1]) == other_unit:  # 7 m is 7 (m)
         return text[: match.start()], other_unit
     return None
