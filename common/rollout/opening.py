@@ -55,7 +55,7 @@ def print_eval_advice(folder: Path) -> None:
     """Print the flags that evaluate as the model's card advises, if that is not greedily: a
     thinking model may repeat itself to the length limit."""
     file = folder / "generation_config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     if config.get("do_sample"):
         temperature = config.get("temperature") or 1.0
         top_p = config.get("top_p") or 1.0

@@ -34,7 +34,7 @@ from common.sandbox.namespaces import (
 from common.sandbox.replies import MAX_JSON, failed_block, parse_reply
 from common.sandbox.seccomp import first_filter, program_filter
 from common.types import ToolReply
-from common.workers.process import SIZE_BYTES, Link, wait
+from common.workers.process import FOREVER_S, SIZE_BYTES, Link, wait
 
 START_S = 60
 CLEAN_S = 5  # to end what a trajectory has started, and to wipe its folder
@@ -82,7 +82,7 @@ class Sandbox:
         start_s=START_S,
     ):
         """timeout_s: of a block. anew: each block starts from the transcript."""
-        self.timeout_s = timeout_s
+        self.timeout_s = min(timeout_s, FOREVER_S)
         self.start_s = start_s
         self.memory_gib = memory_gib
         self.confined = confined

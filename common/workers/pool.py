@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.ending import at_end
+from common.processes import allow_open_files
 from common.progress import Progress
 from common.workers.process import USER_MODULE, Worker, describe, wait
 
@@ -42,6 +43,7 @@ class Pool:
         """trouble: the message about a worker that does not start."""
         if max_workers < 1:
             raise ValueError(f"workers: got {max_workers}")
+        allow_open_files()
         self.trouble = trouble
         self.new_worker = new_worker
         self.max_workers = max_workers
@@ -112,7 +114,7 @@ class Pool:
         if home not in self.homes:
             all_full = all(self.num_homes[worker] >= self.share for worker in self.workers)
             if all_full and len(self.workers) < self.max_workers:
-                self.workers.append(self.new_worker())
+                self._add_worker()
             worker = min(self.workers, key=lambda worker: self.num_homes[worker])
             self.homes[home] = worker
             self.num_homes[worker] += 1
@@ -130,7 +132,19 @@ class Pool:
         num_waiting = sum(not worker.busy for worker in self.workers)
         num_new = min(self.max_workers - len(self.workers), len(self.queue) - num_waiting)
         for _ in range(num_new):
+            if not self._add_worker():
+                break
+
+    def _add_worker(self) -> bool:
+        """Start another worker. Whether the system had room for one: else the run goes on with
+        those that it has."""
+        try:
             self.workers.append(self.new_worker())
+        except OSError as error:
+            self.max_workers = len(self.workers)
+            print(f"warning: {self.trouble}: {error}; {self.max_workers} go on", flush=True)
+            return False
+        return True
 
     def _collect(self, until: float) -> list[tuple[Hashable, Any]]:
         """Wait for the next reply or deadline, but not longer than `until`. Returns (key, reply) of

@@ -45,6 +45,7 @@ KILL_S = 10  # until a keeper has ended all that descends from it
 # seconds to wait for the rest of a message: PATIENCE_S + bytes that have come / BYTES_PER_S
 PATIENCE_S = 0.1
 BYTES_PER_S = 1e8
+FOREVER_S = 1e9  # a deadline that is not infinite, as that of an idle worker is
 MAX_REPLY = 2**28  # bytes
 MAX_ERROR = 500  # characters of an exception
 SIZE_BYTES = 8  # of the size that precedes a message
@@ -203,7 +204,7 @@ class Worker:
         return self.state == self.IDLE
 
     def take(self, key: Hashable, job: Any) -> None:
-        self.enter(self.BUSY, key, self.timeout_s)
+        self.enter(self.BUSY, key, min(self.timeout_s, FOREVER_S))
         self.link.send(pickle.dumps(job))
 
     def poll(self) -> dict | None:
@@ -214,7 +215,7 @@ class Worker:
             reply = None if message is None else json.loads(message)
         except ConnectionError:
             return self._fail(f"the worker died ({self._exit_reason()})")
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             return self._fail(f"its reply cannot be read: {error}")
         if message is None:
             return self._check_deadline()

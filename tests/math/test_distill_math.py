@@ -18,7 +18,7 @@ from common.distributed import World
 from common.divergence import MISSING_LOGPROB, Prediction, compare
 from common.flags import Rollout
 from common.logprobs import LogitTransform
-from common.packing import Packer, TokenIndex
+from common.packing import Packer, TokenIndex, pack
 from common.teacher import (
     Predictor,
     check_same_tokens,
@@ -355,6 +355,16 @@ def test_vocabularies_are_compared_id_by_id():
     with pytest.raises(SystemExit) as error:
         check_same_tokens(words, many, 50, 50, "--teacher T")
     assert str(error.value).count("'x'") == 20
+
+
+def test_a_teacher_reads_past_words_that_it_lacks():
+    teacher = models()[1]
+    num_words = len(teacher.model.get_output_embeddings().weight)
+    episode = Episode(0, 0, [1, 2], [num_words + 3, 5, 6], [1] * 3, [0.0] * 3)
+    (batch,) = pack([episode], [0], TokenIndex([episode]), budget=64)
+    found, _ = teacher(batch)
+    assert found[0] == MISSING_LOGPROB and found.isfinite().all()
+    assert teacher(batch, as_teacher=True).hidden.isfinite().all()
 
 
 def test_missing_words_of_a_teacher_are_as_good_as_impossible(tmp_path):

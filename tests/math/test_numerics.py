@@ -27,7 +27,9 @@ from common.attention import (
     shared_prompt_attention,
     shared_prompt_flex_attention,
 )
+from common.limits import usable_cpus
 from common.logprobs import LogitTransform, token_logprobs
+from common.models import take
 from common.packing import Layout, TokenIndex, build_micro_batch, pack
 from common.types import Episode
 
@@ -543,3 +545,21 @@ def is_known_to_be_whole_blocks(length: int | torch.SymInt) -> bool:
         return length % 128 == 0
     shapes = length.node.shape_env
     return bool(shapes._maybe_evaluate_static(sympy.Eq(Mod(length.node.expr, 128), 0)))
+
+
+@pytest.mark.skipif(usable_cpus() < 2, reason="needs two CPUs")
+def test_gradients_of_repeated_indices_are_added_in_one_order():
+    """Those of `hidden[index]` are not, with several threads: the hidden state at a prompt's end
+    predicts the first token of all of its responses."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    hidden = torch.randn(512, 128, requires_grad=True)
+    index = torch.cat([torch.arange(448), torch.full((64,), 7)])[torch.randperm(512)]
+    weights = torch.randn(512, 128)
+    gradients = []
+    for _ in range(20):
+        loss = (take(hidden, index) * weights).sum()
+        gradients += torch.autograd.grad(loss, hidden)
+    torch.set_num_threads(before)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    assert "IndexSelect" in take(hidden, index).grad_fn.name()

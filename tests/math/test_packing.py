@@ -6,6 +6,7 @@ import mmap
 import random
 import resource
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -155,6 +156,15 @@ def test_micro_batches_are_nine_tenths_full(shape, budget, world):
     assert sorted(tokens) == list(range(len(index)))
     num_prompts, _, prompt_tokens, _ = shape
     assert sum(filled) <= 1.04 * (num_prompts * prompt_tokens + len(index))
+
+
+def test_a_bin_holds_the_prompts_that_the_teacher_reads(world, tmp_path):
+    episodes = [Episode(i, 0, [1, 2], [3, 4], [1, 1], [0.0] * 2) for i in range(8)]
+    longer = [replace(episode, prompt_ids=[1] * 30) for episode in episodes]
+    packer = Packer("sdpa", 64, tmp_path, world)
+    (minibatch,) = packer.minibatches(episodes, TokenIndex(episodes), [list(range(8))], longer)
+    assert max(batch.input_ids.numel() for batch in minibatch.teacher_batches) == 64
+    assert len(minibatch.micro_batches) == len(minibatch.teacher_batches) == 4
 
 
 def test_a_group_stays_whole_where_its_prompt_is_dear(world):

@@ -477,3 +477,12 @@ def test_a_component_of_a_reward_function_is_not_taken_for_the_reward_models():
         assert "reward/model_mean" not in rollout_means([episode], {}).reduce()
         episode.model_reward = 2.5
         assert rollout_means([episode], {}).reduce()["reward/model_mean"] == 2.5
+
+
+def test_a_critic_reads_past_words_that_it_lacks(tiny_config):
+    """The padding at the end of the policy's vocabulary, which the engine may sample."""
+    critic = Critic(random_policy(tiny_config).model.base_model, "sdpa")
+    num_words = critic.model.get_input_embeddings().weight.shape[0]
+    episode = Episode(0, 0, [1, 2], [num_words + 3, 5, 6], [1] * 3, [0.0] * 3)
+    (batch,) = pack([episode], [0], TokenIndex([episode]), budget=64)
+    assert critic(batch).isfinite().all()

@@ -4,6 +4,7 @@ left over.
 pytest tests/rewards/test_reward_workers.py
 """
 
+import errno
 import math
 import os
 import signal
@@ -70,6 +71,39 @@ def start(spec):
     for pool in started:
         pool.close()
         assert not any(alive(worker.process.pid) for worker in pool.workers)
+
+
+def test_a_deadline_may_be_infinite(start):
+    """It is not that of an idle worker, whose replies nobody reads."""
+    assert start(timeout_s=math.inf).score([job("1"), job("2")]) == [scored(1.0), scored(2.0)]
+
+
+def test_a_full_table_of_files_costs_workers_and_not_the_run(start, monkeypatch, capsys):
+    pool = start(count=4)
+    pool.share = 1
+
+    def full():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(pool, "new_worker", full)
+    for key in range(3):
+        pool.submit(key, (TIMEOUT, [job(str(key))]), home=key)
+    done = []
+    while pool.pending:
+        done += pool.poll(5.0)
+    assert sorted(key for key, _ in done) == [0, 1, 2]
+    assert "Too many open files; 1 go on" in capsys.readouterr().out
+
+
+def test_a_reply_that_nests_too_deep_fails_its_job(start, monkeypatch):
+    pool = start(count=1)
+
+    def too_deep(_):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr("common.workers.process.json.loads", too_deep)
+    (reply,) = pool.run([(TIMEOUT, [job("1")])], "x")
+    assert "cannot be read" in reply["error"]
 
 
 def test_each_failure_costs_its_own_sample(start):

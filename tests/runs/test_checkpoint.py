@@ -10,6 +10,7 @@ import time
 import weakref
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +37,8 @@ from common.data.order import RowOrder
 from common.distributed import broadcast_object, gather_objects
 from common.flags import Run
 from common.job import Job, check_run
-from common.machines import lock_everywhere
+from common.machines import facts_of_machine, lock_everywhere
+from common.manifest import complete_steps, model_identity, remove_step
 from common.optimizer import GuardedAdamW, make_moments
 from common.shards import file_numbers, find_checkpoint, saved_weights
 from common.steps import seed_step
@@ -169,7 +171,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(tmp_path, wo
     assert (tmp_path / "checkpoints" / "best").read_text() == "step_000020"
     monkeypatch.undo()
     wreck = tmp_path / "checkpoints" / "step_000010"
-    (wreck / "manifest.json").unlink()  # half removed, which makes its folder the newest
+    assert not (wreck / "manifest.json").exists()
+    (wreck / "trainer.json").unlink()  # half removed, which makes its folder the newest
     save(tmp_path, 30, world, keep=2)
     left = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
     assert left == ["step_000020", "step_000030"]
@@ -743,6 +746,34 @@ def test_a_refused_run_leaves_no_empty_folder(tmp_path, world, monkeypatch):
         assert (tmp_path / name).is_dir() == (tmp_path / name).parent.is_dir() == is_left
 
 
+def test_a_model_of_a_later_step_is_not_that_of_an_earlier_one(tmp_path, world, capsys):
+    """--resume CHECKPOINTS/step_000020 --total-steps 20, in a run that went on to step 40."""
+    for step in (20, 40):
+        save(tmp_path, step, world, keep=2)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    checkpoint = tmp_path / "checkpoints/step_000020"
+    run = SimpleNamespace(training=True, output_dir=tmp_path, checkpoint=checkpoint)
+    Job.leave_if_finished(run, 20)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_removal_that_stops_leaves_no_checkpoint(tmp_path, world, monkeypatch):
+    """Its folder would be the newest, and a good one would go in its place."""
+    save(tmp_path, 10, world)
+    step = tmp_path / "checkpoints/step_000010"
+
+    def stop(folder):
+        for shard in (folder / "state").iterdir():
+            shard.unlink()
+        raise OSError("Directory not empty")
+
+    monkeypatch.setattr("common.manifest.shutil.rmtree", stop)
+    with pytest.raises(OSError, match="not empty"):
+        remove_step(step)
+    assert complete_steps(step.parent) == []
+
+
 def test_a_finished_run_has_nothing_left_to_do(tmp_path, world, capsys):
     save(tmp_path, 20, world)
     checkpoint = tmp_path / "checkpoints/step_000020"
@@ -792,3 +823,22 @@ def test_a_tracker_that_is_not_installed_is_refused_at_the_start(monkeypatch):
         match=r"^--log tensorboard,wandb: wandb is not installed: pip install wandb$",
     ):
         check_run(Run(log="tensorboard,wandb"))
+
+
+def test_a_model_file_that_may_not_be_read_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_text("x")
+
+    def refuse(file):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr("common.machines.fingerprint", refuse)
+    with pytest.raises(SystemExit, match="Permission denied"):
+        facts_of_machine(str(tmp_path))
+
+
+def test_a_config_is_utf_8_in_every_locale(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"name": "模型"}', "utf-8")
+    expected = model_identity(tmp_path)
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding="ascii": read(path, encoding))
+    assert model_identity(tmp_path) == expected

@@ -30,6 +30,7 @@ from common.hub import FOLDERS
 from common.teacher import Responses, check_replayed_prompts, find_teacher
 from common.types import Episode
 
+GAME = "docs/examples/guess.py:Guess"
 OPTIONS = ["--model", "tiny", "--prompts-per-step", 6, "--samples-per-prompt", 2]
 OPTIONS += ["--max-prompt-tokens", 64, "--max-response-tokens", 24, "--learning-rate", 1e-4]
 OPTIONS += ["--eval-rows", 8, "--eval-every", 0, "--total-steps", 3, "--save-every", 1]
@@ -266,6 +267,9 @@ def test_out_of_memory_repeats_the_step_with_the_same_gradient(rows, tmp_path):
         ("--teacher x --eval-teacher", "needs a --teacher and --eval-data"),
         ("--teacher x --eval-teacher --eval-data y --eval-only", "--eval-data, and no --eval-only"),
         ("--teacher x --minibatches 200", "a minibatch needs a prompt"),
+        ("--teacher x --data-share 0.1 --prompts-per-step 4", "less than half a prompt, so none"),
+        (f"--teacher x --data-share 0.5 --environment {GAME}", "--data-share with a class as"),
+        (f"--teacher-prompt-column y --environment {GAME}", "-column with a class as"),
         ("--teacher x --objective cispo", "grpo.py has it"),
     ],
 )
@@ -341,6 +345,14 @@ def test_responses_of_the_data_set_are_checked_row_by_row(tmp_path, job):
     assert cut.response_ids == episode.response_ids[:2]
 
 
+def test_a_response_with_a_token_that_the_model_lacks_is_refused(tmp_path, job):
+    file = write_rows(tmp_path / "rows.jsonl", response=lambda i: "1+2")
+    train_data = prompts_of(file, tokenizer=job.tokenizer, needs_truth=False)
+    job.num_embeddings = max(job.tokenizer.encode("1+2"))
+    with pytest.raises(SystemExit, match="has the token"):
+        Responses(job, Data(), train_data, "response")
+
+
 @pytest.fixture
 def job(monkeypatch, world, tmp_path):
     from common.flags import Machine, Run
@@ -361,6 +373,8 @@ def test_the_base_of_an_adapter_is_no_teacher_to_offload(job):
 
 def test_a_teacher_needs_a_tokenizer_and_positions(job, tmp_path):
     assert find_teacher(job, None, 96) == job.model_folder
+    with pytest.raises(SystemExit, match=r"teacher reads 2049 tokens, and --model .* has 2048"):
+        find_teacher(job, None, 2049)
     folder = shutil.copytree(FOLDERS["tiny-teacher"], tmp_path / "teacher")
     with pytest.raises(SystemExit, match=r"teacher reads 2049 tokens, and --teacher .* has 2048"):
         find_teacher(job, str(folder), 2049)

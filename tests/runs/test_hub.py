@@ -110,6 +110,15 @@ def hub(tmp_path, monkeypatch):
     server.shutdown()
 
 
+def test_an_older_repository_has_its_weights_in_another_format(hub, tmp_path):
+    folder = hub.root / "org" / "warm-start"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FOLDERS["tiny"] / name, folder)
+    (folder / "pytorch_model.bin").write_bytes(b"weights")
+    path = resolve_model("org/warm-start")
+    assert Path(path, "pytorch_model.bin").read_bytes() == b"weights"
+
+
 def test_a_tokenizer_that_truncates_is_ready_for_threads(tmp_path):
     """Its file says so; the first call would change that, in several threads at once: "Already
     borrowed"."""
