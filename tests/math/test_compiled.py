@@ -170,7 +170,9 @@ def little_family(folder: Path, family: str, layers: int) -> int:
             options[name] = (options[name] * layers)[:layers]
     config = CONFIG_MAPPING[family](**options)
     config.save_pretrained(folder)
-    return len(set(getattr(config, "layer_types", None) or [""]))
+    windows = getattr(config, "layer_types", None) or [""] * layers
+    positions = getattr(config, "no_rope_layers", None) or [1] * layers
+    return len(set(zip(windows, positions, strict=True)))
 
 
 def packed(lengths: list[int]) -> MicroBatch:
