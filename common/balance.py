@@ -46,7 +46,9 @@ def balance_ranks(
     return sampled, trained, new_split
 
 
-def groups_of(trained: list[Episode], split: list[list[int]], share_prompts: bool) -> list[Group]:
+def groups_of(
+    trained: list[Episode], split: list[list[int]], share_prompts: bool = True
+) -> list[Group]:
     groups: list[Group] = []
     for minibatch, numbers in enumerate(split):
         episodes = [trained[number] for number in numbers]

@@ -84,10 +84,8 @@ def main(args: Args) -> None:
     flags = read_json(run_dir / "config.json").get("args", {})
     # the end token that the run has set: common/rollout/opening.py, sft.py
     is_multi_turn = bool(flags.get("tools") or flags.get("environment"))
-    # a copy of sft.py has a name of its own, but samples nothing, either
-    is_supervised = manifest.get("script") == "sft" or (
-        bool(flags) and "samples_per_prompt" not in flags
-    )
+    # a copy of sft.py has a name of its own, and this flag, too
+    is_supervised = manifest.get("script") == "sft" or "batch_size" in flags
     if vision or is_supervised or is_multi_turn:
         processor = vision.processor if vision else None
         end_turns_properly(tokenizer, processor)

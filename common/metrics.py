@@ -1,7 +1,6 @@
 """Metrics of a step's episodes and of its critic."""
 
 import math
-from functools import cache
 
 from torch import Tensor
 
@@ -17,7 +16,14 @@ MAX_COMPONENTS = 32  # names of numbers that a reward function returns beside th
 RESERVED = {"score", "acc", "mean", "std", "mean_square", "accuracy", "failed"}
 RESERVED |= {"zero_variance_groups", "model_mean", "unscored_steps"}
 
-say_once = cache(say)
+_said: set[str] = set()  # topics of `say_once`
+
+
+def say_once(topic: str, text: str) -> None:
+    """Print a text, but no further one of its topic, which may have other numbers in it."""
+    if topic not in _said:
+        _said.add(topic)
+        say(text)
 
 
 class Means:
@@ -110,8 +116,8 @@ def add_reward_components(means: Means, scored: list[Episode]) -> None:
     (num_names,) = all_reduce([len(names)], "max")
     if num_names > MAX_COMPONENTS:
         say_once(
-            f"warning: rewards have more than {MAX_COMPONENTS} numbers beside the score: none of "
-            "them is logged"
+            "components",
+            f"warning: rewards have {num_names:g} numbers beside the score: none of them is logged",
         )
         components = []
     terms = [episode.terms for episode in scored]

@@ -4,7 +4,6 @@ answers it asks for."""
 import ast
 import json
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,7 +24,6 @@ FORMAT = (
 # columns of problems with an answer, which common.prepare.math reads
 QUESTIONS = {"problem", "question", "input"}
 ANSWERS = {"answer", "target", "solution"}
-MAX_TRIED_ROWS = 100  # of a file of JSON, to find its columns
 AGENTS = ("single_turn_agent", "tool_agent")  # of the column agent_name; the last is the default
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -44,13 +42,10 @@ def to_verl(
     """
     columns = table.column_names
     if columns == [JSON_LINE]:
-        # the keys of the first rows: one of them alone may lack some
-        columns = []
-        for row in islice(records_of_table(table), MAX_TRIED_ROWS):
-            if isinstance(row, dict):
-                columns = list(dict.fromkeys([*columns, *row]))
-        if not columns:
-            return table  # none of them is a JSON object: they are reported as bad rows
+        first_row = next(records_of_table(table), None)
+        if not isinstance(first_row, dict):
+            return table  # empty, or a first line that is no object, which is reported as a bad row
+        columns = list(first_row)
     if not set(columns) >= set(REQUIRED):
         from common.data import visual_qa
 

@@ -10,7 +10,7 @@ from math import inf
 from numbers import Real
 
 from common.rewards.answers import MAX_CHARACTERS, is_equal, normalize
-from common.rewards.answers.units import unit_name
+from common.rewards.answers.units import FRACTIONS, unit_name
 
 TAIL = 300  # characters of the response in which GSM8K and DAPO look for the answer, as in verl
 
@@ -25,7 +25,8 @@ ANSWER = re.compile(rf"####[ \t]*\**({NUMBER})([^\n]*)")
 CONTINUATION_WORDS = """
 or and to through plus minus times x over out of point half halves third thirds quarter
 quarters tenth tenths hundredth hundredths mod hundred thousand million billion trillion
-hundreds thousands millions billions dozen lakh crore mil bn squared cubed not
+hundreds thousands millions billions trillions dozen dozens lakh lakhs crore crores mil bn squared
+cubed not factorial divided multiplied pi below negative less
 """
 CONTINUATIONS = set(CONTINUATION_WORDS.split())
 VERL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
@@ -69,7 +70,7 @@ def is_end(rest: str) -> bool:
         return False
     word = match[0]
     # a word that changes it: 5 million, 5 or 6
-    if word.lower() in CONTINUATIONS:
+    if word.lower() in CONTINUATIONS or FRACTIONS.fullmatch(word.lower()):
         return False
     # 5 m, but not 5 K
     return len(word) > 1 or (word.islower() and unit_name(word) != "")

@@ -211,8 +211,8 @@ class Sandbox:
         self.block = block
         if not anew and self.holds(block):
             self.order(b"go")
-            _, num_figures = block.earlier[-1]  # the child has run that block
-            self.send(num_figures, [], [])
+            # the number of figures of the last block, which the child has run
+            self.send(block.earlier[-1][1], [], [])
             return
         self.unlink()
         end, child_end = socket.socketpair()

@@ -131,14 +131,6 @@ def test_cells_that_are_no_texts(vision, folder):
     assert len(rows) == 2 and rows[1].extra_info["qid"] == "17"
 
 
-def test_a_first_row_that_lacks_a_column_is_a_bad_row_of_its_own(vision, folder):
-    records = pq.read_table(write(folder)).to_pylist()
-    del records[0]["answer"]
-    (folder / "release.jsonl").write_text("\n".join(map(json.dumps, records)))
-    rows = load(str(folder / "release.jsonl"), vision, folder, bad_rows="drop")
-    assert len(rows) == 2
-
-
 def test_folders_that_pixel_reasoners_script_has_moved(vision, folder):
     (folder / "images").rename(folder / "release_images")
     (folder / "videos").rename(folder / "release_videos")

@@ -648,7 +648,7 @@ def test_what_the_requirements_pin_is_tested(capsys, monkeypatch):
     check_versions()
     assert capsys.readouterr().err == (
         "warning: torch 2.14.1+cpu is installed, tested is 2.11 to below 2.14: "
-        "pip install -r requirements.txt\n"
+        "install what requirements.txt (-cpu, -v100) pins\n"
         "warning: vllm 0.25.1 is installed, tested is 0.26 to below 0.33: "
-        "pip install -r requirements.txt\n"
+        "install what requirements.txt (-cpu, -v100) pins\n"
     )

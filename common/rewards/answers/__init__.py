@@ -10,6 +10,7 @@ This file compares; how a text is read is in the files beside it.
 """
 
 import re
+from string import ascii_lowercase
 
 from common.rewards.answers import formulas
 from common.rewards.answers.lists import PLUS_MINUS, UNORDERED, both_signs, collection
@@ -22,6 +23,7 @@ from common.rewards.answers.relations import (
     equations,
     has_prose,
     interval_of,
+    label,
     labels_differ,
     read_relation,
     reverse,
@@ -164,7 +166,12 @@ RATIO = re.compile(r"[0-9a-zA-Z}]\s*:\s*[0-9a-zA-Z\\]")
 OTHER_BASE = re.compile(r"[0-9)]\s*_")
 DERIVATIVE = re.compile(r"\\frac\{\s*d(?![a-zA-Z]{2})[^{}]*\}\s*\{\s*d\s*[a-zA-Z]")
 NTH_DERIVATIVE = re.compile(r"\^\s*\{\s*\(\s*[0-9a-z]\s*\)\s*\}")
-SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE)
+# A^{-1}B, B A^T: products of matrices do not commute
+INVERSE = r"[A-Z]\}?\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})"
+MATRIX_PRODUCT = re.compile(rf"{INVERSE}\s*\{{?[A-Z]|[A-Z]\}}?\s*\{{?{INVERSE}")
+# of a matrix: 2 \times 3
+SIZE = re.compile(r"\s*(?:[0-9]+|[a-z])\s*\\times\s*(?:[0-9]+|[a-z])\s*")
+SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE, MATRIX_PRODUCT)
 MORE_THAN_LETTERS = re.compile(r"[0-9+\-*/^!|()\[\]\\']")
 WORD = re.compile(
     r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}(?=\s+[a-zA-Z0-9])|(?<=[a-zA-Z0-9]\s)[a-zA-Z]{3,})"
@@ -195,6 +202,8 @@ def same_formula(answer: str, truth: str) -> bool:
 
 
 def is_spelled_only(text: str) -> bool:
+    if SIZE.fullmatch(text):
+        return True
     return bool(WORD.search(text)) or any(pattern.search(text) for pattern in SPELLED_ONLY)
 
 
@@ -209,7 +218,7 @@ def formula(text: str) -> str:
     large number."""
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"{\1}", text)
     if not TRIGONOMETRIC.search(text):
-        text = text.replace("°", "")
+        text = text.replace("°", " ")
     if DECIMAL.fullmatch(text):
         return text.replace(",", "")
     return re.sub(r"\{([A-Za-z])\}(?=['_])", r"\1", text)
@@ -280,7 +289,15 @@ def same_collection(
 ) -> bool:
     """In any order for lists, sets and unions; (1, 2) is 1, 2 in this order, and no \\{1, 2\\}."""
     kinds = {kind or "list", true_kind or "list"}
-    if kinds <= UNORDERED and (len(kinds) == 1 or "list" in kinds):
+    labelled = by_letter(items)
+    true_labelled = by_letter(true_items)
+    # y = 5, x = 6 is no (5, 6), and no 5, 6
+    if kinds <= {"list", "()"} and bool(labelled) != bool(true_labelled):
+        items = labelled or items
+        true_items = true_labelled or true_items
+        return len(items) == len(true_items) and same_in_order(items, true_items, depth)
+    # a list may stand for a set or a union, but for no intersection
+    if kinds <= UNORDERED and (len(kinds) == 1 or "list" in kinds and "intersection" not in kinds):
         return same_items(items, true_items, depth)
     if kinds == {"reals without"}:
         return same_items(items, true_items, depth)
@@ -295,6 +312,15 @@ def same_collection(
     if len(kinds) == 1 or kinds == {"list", "()"}:
         return same_in_order(items, true_items, depth)
     return False
+
+
+def by_letter(items: list[str]) -> list[str]:
+    """The items x = 5, y = 6 of y = 6, x = 5; [] unless the labels are x, y, z or a, b or the like."""
+    names = [label(item) for item in items]
+    letters = "".join(sorted(names))
+    if any(len(name) != 1 for name in names) or letters not in ascii_lowercase:
+        return []
+    return [item for _, item in sorted(zip(names, items))]
 
 
 def same_in_order(items: list[str], true_items: list[str], depth: int) -> bool:

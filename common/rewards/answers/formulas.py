@@ -168,12 +168,16 @@ def is_multiple(a: "sympy.Expr", b: "sympy.Expr", direction: int) -> bool:
 def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> list[Point]:
     """Points for comparing: integers where n! or n choose k occurs, also large numbers where
     something is rounded."""
-    from sympy import binomial, ceiling, factorial, floor
+    from sympy import Abs, acos, asin, atan, binomial, ceiling, factorial, floor
 
     if any(expression.has(binomial, factorial) for expression in expressions):
         return integer_points(symbols)
     if any(expression.has(floor, ceiling) for expression in expressions):
-        return fraction_points(symbols) + fraction_points(symbols, scale=101)
+        far = fraction_points(symbols, scale=101)
+        return fraction_points(symbols) + far + whole_points(symbols)
+    # |x + 3| is x + 3 near 0, and \arcsin(\sin x) is x
+    if any(expression.has(Abs, asin, acos, atan) for expression in expressions):
+        return fraction_points(symbols) + fraction_points(symbols, scale=1009)
     return fraction_points(symbols)
 
 
@@ -183,20 +187,31 @@ def fraction_points(symbols: list["sympy.Symbol"], scale: int = 1) -> list[Point
     for signs in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
         point = {}
         for i, symbol in enumerate(symbols):
-            # all different, and no simple values, at which unequal formulas may agree
-            magnitude = scale * Fraction(7 + 4 * i + len(points), 5 + 2 * len(points))
+            # all different, in no arithmetic progression (b^2 is (a + c)^2/4 in one), and no simple
+            # values, at which unequal formulas may agree
+            magnitude = scale * Fraction(7 + 4 * i + i * i + len(points), 5 + 2 * len(points))
             point[symbol] = signs[i % 2] * magnitude
         points.append(point)
     return points
+
+
+def whole_points(symbols: list["sympy.Symbol"]) -> list[Point]:
+    r"""Six points around a multiple of 2, 3, …, 10, where \lfloor n/2 \rfloor + 1 is not
+    \lceil n/2 \rceil."""
+    return [
+        {symbol: Fraction(2520 * (i + 1) + shift) for i, symbol in enumerate(symbols)}
+        for shift in range(-3, 3)
+    ]
 
 
 def integer_points(symbols: list["sympy.Symbol"]) -> list[Point]:
     """Four points. The symbols grow from first to last in two of them, and fall in the other
     two."""
     points: list[Point] = []
-    for order in (symbols, symbols[::-1]):
-        for first in (3, 6):
-            points.append({symbol: Fraction(first + 2 * i) for i, symbol in enumerate(order)})
+    falling = symbols[::-1]
+    # of several differences: 2! is 2, so that (n - k)! is n - k where they are 2
+    for order, first, step in ((symbols, 3, 2), (symbols, 6, 5), (falling, 4, 3), (falling, 7, 4)):
+        points.append({symbol: Fraction(first + step * i) for i, symbol in enumerate(order)})
     return points
 
 

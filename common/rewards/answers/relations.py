@@ -31,6 +31,7 @@ NAMES = [
 # what stands on the left of x = 5
 NAME = re.compile("|".join(NAMES))
 WORDS = re.compile(r"(?:\s|\\text\{[^{}0-9]*\}|[A-Za-z]{3,}+)+")
+PROSE = re.compile(r"\\text|(?<![\\A-Za-z])(?:[A-Za-z]{3}|(?:at|if)(?![A-Za-z]))")
 SEPARATOR = re.compile(r"[,;]")
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
 INTERSECTION = re.compile(r"\\cap(?![a-zA-Z])")
@@ -100,7 +101,7 @@ def equations(text: str) -> list[str]:
 
 def has_prose(sides: list[str]) -> bool:
     """Whether words stand between two signs, as in x = 5 when y = 3."""
-    return any(re.search(r"\\text|(?<![\\A-Za-z])[A-Za-z]{3,}", side) for side in sides[1:-1])
+    return any(PROSE.search(side) for side in sides[1:-1])
 
 
 def unlabelled(answer: str, truth: str) -> tuple[str, str]:
@@ -146,13 +147,16 @@ def labels_differ(answer: str, truth: str) -> bool:
     true_letters, *true_index = bare_name(true_name).split("_")
     if index and true_index and index != true_index:
         return True
-    is_segment = letters.isupper() and sorted(letters) == sorted(true_letters)  # AB and BA
+    # AB and BA; but not AB:CD and CD:AB
+    is_segment = letters.isupper() and letters.isalpha() and sorted(letters) == sorted(true_letters)
+    if "\\angle" in name + true_name:  # ABC is CBA, and not BAC
+        is_segment = letters == true_letters[::-1]
     return letters != true_letters and not is_segment
 
 
 def bare_name(name: str) -> str:
     """AB of |AB|, \\overline{AB} and m\\angle AB."""
-    return re.sub(r"[\s{}|]|^m\s*(?=\\angle)|\\(?:overline|angle|triangle)(?![a-z])", "", name)
+    return re.sub(r"[\s{}]|^\||\|$|^m\s*(?=\\angle)|\\(?:overline|angle|triangle)(?![a-z])", "", name)
 
 
 def symbols_in(text: str) -> set[str]:

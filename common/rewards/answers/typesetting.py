@@ -121,6 +121,11 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
         lambda m: "\\pi " if m[1] == "pi" else "\\infty ",
     ),
     (r"(?<![\\a-zA-Z])sqrt(?=\s*[({0-9])", r"\\surd "),
+    (
+        r"(?<![\\a-zA-Z])(arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|ln|log)"
+        r"(?=\s*[\^_({0-9\\]|\s*[a-zA-Z](?![a-zA-Z]))",
+        r"\\\1 ",
+    ),
     (r"\\surd(\[[0-9]\])?\s*([0-9]+(?:\.[0-9]+)?|[a-zA-Z])", r"\\sqrt\1{\2}"),
     (r"\\surd", r"\\sqrt"),
     (r"\\sqrt\s*(\[[^\[\]]*\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),

@@ -85,7 +85,7 @@ east west before after ago even odd positive negative true false inclusive exclu
 maximum min max base remainder hundred thousand million billion trillion hundreds thousands
 millions billions trillions lakh lakhs crore crores dozen dozens minus plus squared cubed is are
 always never sometimes only all none both solutions roots undefined infinite infinity instead too
-twice
+twice excluding except without factorial reciprocal opposite binary octal hexadecimal
 """
 QUALIFIERS = set(QUALIFIER_WORDS.split())
 # words that do so only as the last ones: 123 (left) is another answer, 123 (third graders) is 123
@@ -95,6 +95,11 @@ incorrect valid invalid impossible extraneous half halves third thirds fourths f
 sevenths eighths ninths tenths hundredths thousandths tens times
 """
 FINAL_QUALIFIERS = set(FINAL_QUALIFIER_WORDS.split())
+# 2 thirds of the class and 5 twelfths are no 2 and 5; but 3 quarters may be coins
+FRACTIONS = re.compile(
+    r"halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|[a-z]*teenth"
+    r"|[a-z]+tieth|[a-z]*hundredth|[a-z]*thousandth|[a-z]+illionth)s"
+)
 IRREGULAR_PLURAL_WORDS = "people children men women sheep fish deer feet mice geese teeth"
 IRREGULAR_PLURALS = set(IRREGULAR_PLURAL_WORDS.split())
 
@@ -153,6 +158,8 @@ def split_unit(text: str, other_unit: str = "") -> tuple[str, str]:
             if priced:
                 return priced
     quantity, unit = unit_behind(rest, other_unit) or unit_in_brackets(rest) or (rest, currency)
+    if currency and unit == "kelvin":  # $5K
+        return rest, currency
     if currency and unit != currency:
         unit = f"{currency} {unit}"
     return quantity, unit
@@ -281,6 +288,8 @@ def noun_name(text: str, other_unit: str = "", is_in_brackets: bool = False) -> 
     if not all(re.fullmatch(r"[a-z]['a-z]*", word) for word in words):
         return ""
     if QUALIFIERS.intersection(words) or words[-1] in FINAL_QUALIFIERS or len("".join(words)) < 2:
+        return ""
+    if any(FRACTIONS.fullmatch(word) for word in words) or words[:2] == ["quarters", "of"]:
         return ""
     if words[-1].endswith("ed") and len(words[-1]) > 4:  # rejected, excluded
         return ""

@@ -30,6 +30,7 @@ FUNCTIONS = (
 ROUNDINGS = {"floor": math.floor, "ceiling": math.ceil}
 COUNTS = {"factorial": math.factorial, "binomial": math.comb}  # of integers
 MAX_COUNTED = 10_000
+MAX_POWER_BITS = 200_000  # of an exact power: at x = 101, x^{x^6} would fill the memory
 
 # what says that there is no value
 NO_VALUE = (ArithmeticError, TypeError, ValueError)
@@ -134,7 +135,9 @@ def value_at(expression: "sympy.Expr", point: Point) -> Value:
 
 def power(base: Value, exponent: Value) -> Value:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
-        return base ** int(exponent)
+        bits = base.numerator.bit_length() + base.denominator.bit_length()
+        if bits * abs(int(exponent)) <= MAX_POWER_BITS:
+            return base ** int(exponent)
     return mpmath.power(inexact(base), inexact(exponent))
 
 
