@@ -1,6 +1,7 @@
 """Files and messages, without torch: atomic writes, values as JSON, the lock of a run folder, user
 errors, a hub's errors."""
 
+import errno
 import logging
 import os
 import re
@@ -96,8 +97,17 @@ def hub_errors() -> Iterator[None]:
     logger.addFilter(first_retry)
     try:
         yield
-    except (OSError, RuntimeError) as error:  # network, HTTP, offline; the second is of its Xet
+    except Exception as error:
+        from huggingface_hub import errors
+
+        # network, HTTP, a proxy, offline; RuntimeErrors are of its Xet
+        if not isinstance(error, OSError | RuntimeError | errors.HTTPError):
+            raise
         problem = hub_problem(error)
+        if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+            raise SystemExit(
+                f"what the hub sends cannot be written: {problem}; set HF_HOME to a folder of yours"
+            ) from error
         if "No space left" in problem or "quota exceeded" in problem:
             raise SystemExit(
                 f"no room for what the hub has sent: {problem}; free some space, or set HF_HOME to "

@@ -340,7 +340,7 @@ def call_program(function: Callable[..., Result], module: str, doc: str) -> Resu
     docstring as it stands: tyro would fold commands into a paragraph."""
     if typed_flags() & {"--help", "-h"}:
         guard_output()
-        print(f"{doc.strip()}\n")
+        print(f"{(doc or '').strip()}\n")  # python -OO has none
     return tyro.cli(function, args=expanded_arguments(), prog=f"python -m {module}", description="")
 
 

@@ -168,7 +168,7 @@ def foreign_keys() -> dict[str, tuple[str, str]]:
     """{key of another system, written as a flag: (what it is here, a note)}. Only a command line
     with such a key reads the file, which takes longer than to read the flags of a script."""
     keys: dict[str, tuple[str, str]] = {}
-    for table in tomllib.loads(TABLES.read_text()).values():
+    for table in tomllib.loads(TABLES.read_text("utf-8")).values():
         for key, (replacement, note) in table.items():
             keys[flag(key.lstrip("-"))] = (replacement, note)
     return keys

@@ -438,7 +438,7 @@ class PromptData:
         """Columns that a row is made of; None: all, as the `reset` of an environment gets them."""
         if self.has_environment_class:
             return None
-        return (*REQUIRED, *OPTIONAL, first_part(self.prompt_column))
+        return (*REQUIRED, *OPTIONAL, self.prompt_column, first_part(self.prompt_column))
 
     def _has_environment(self, record: dict) -> bool:
         """Whether each trajectory of this row has an object of the --environment's class."""

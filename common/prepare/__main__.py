@@ -7,7 +7,7 @@ from pathlib import Path
 
 def main() -> None:
     for file in sorted(Path(__file__).parent.glob("[!_]*.py")):
-        doc = ast.get_docstring(ast.parse(file.read_text())) or ""
+        doc = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
         title, _, commands = doc.partition("\n\n")
         if commands.startswith("    python -m "):
             print(" ".join(title.split()))

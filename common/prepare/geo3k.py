@@ -97,7 +97,7 @@ def to_row(record: dict, split: str, index: int) -> dict:
     if num_marks != len(images):
         raise ValueError(f"{num_marks} times <image> in the problem, but {len(images)} images")
     for image in images:
-        if not image or not image.get("bytes"):
+        if not image or not image.get("bytes") or not isinstance(image["bytes"], bytes):
             raise ValueError("an image without its bytes")
     normalized_truth(answer or "")
     return {

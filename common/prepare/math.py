@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 from huggingface_hub import hf_hub_download
 
-from common.data.rows import RowFiles
+from common.data.rows import RowFiles, split_paths
 from common.data.table_files import FETCH, find_files, is_hub_id, sources_in, stem_of
 from common.files import user_errors
 from common.flags import Files, call_program
@@ -122,8 +122,8 @@ def source_files(source: str) -> list[Path]:
     """The files that --source names; for a folder those in it, else those in its data/.
     FileNotFoundError if there are none."""
     paths = []
-    for name in source.split(","):
-        for path in find_files(name.strip(), "--source"):
+    for name in split_paths(source):
+        for path in find_files(name, "--source"):
             if path.is_file():
                 paths.append(path)
                 continue
@@ -166,7 +166,12 @@ def to_row(record: dict, data_source: str) -> dict:
 def read_record(record: dict) -> tuple[str, str, str]:
     """(question, ground truth, the published solution, or else the answer). ValueError with the
     reason if one is missing."""
-    record = {key.lower(): value for key, value in record.items() if value is not None}
+    # NaN is what pandas writes for an empty cell; as an answer it is refused as it stands
+    record = {
+        key.lower(): value
+        for key, value in record.items()
+        if value is not None and (value == value or key.lower() in ("answer", "target"))
+    }
     question = first_of(record, "problem", "question", "input")
     if not isinstance(question, str) or not question.strip():
         raise ValueError(
@@ -177,13 +182,16 @@ def read_record(record: dict) -> tuple[str, str, str]:
         if not body.endswith((".", "?", "!")):
             body += "."
         question = f"{body} {question}"
+    passage = record.get("passage")  # AGIEval's: the text that the question is about
+    if isinstance(passage, str) and passage.strip():
+        question = f"{passage.strip()}\n\n{question}"
     question = question.strip()
     options = read_options(record)
     if options:
         letter = right_option(record, options)
         for name, text in zip(LETTERS, options):
             question += f"\n({name}) {text}"
-        return f"{question}\n{CHOICE}", letter, str(record.get("solution", letter))
+        return f"{question}\n{CHOICE}", letter, read_solution(record, letter)
     answer = read_answer(record)
     ground_truth = last_boxed(answer)
     if ground_truth is None:
@@ -192,7 +200,13 @@ def read_record(record: dict) -> tuple[str, str, str]:
         ground_truth = answer
     if "####" in ground_truth:
         raise ValueError("an answer after #### is GSM8K's format: python -m common.prepare.gsm8k")
-    return question, ground_truth.strip(), str(record.get("solution", answer))
+    return question, ground_truth.strip(), read_solution(record, answer)
+
+
+def read_solution(record: dict, answer: str) -> str:
+    """The published solution; the answer where there is none."""
+    solution = record.get("solution")
+    return solution if isinstance(solution, str) and solution.strip() else answer
 
 
 def read_answer(record: dict) -> str:
@@ -242,7 +256,7 @@ def read_options(record: dict) -> list[str]:
     elif isinstance(options, str):
         options = split_options(options)
     is_list = isinstance(options, list) and 2 <= len(options) <= len(LETTERS)
-    if not is_list or not all(type(text) in (str, int, float) for text in options):
+    if not is_list or not all(type(x) in (str, int, float) and x == x for x in options):
         raise ValueError(f"options that are no list of 2 to {len(LETTERS)} texts: {options!r:.80}")
     texts = [str(text).strip() for text in options]
     marks = [OPTION_MARK.match(text) for text in texts]
@@ -270,6 +284,15 @@ def right_option(record: dict, options: list[str]) -> str:
     answer = first_of(record, "answer", "answerkey", "target", "label", "correct", "solution")
     letters = LETTERS[: len(options)]
     if type(answer) is int and 0 <= answer < len(options):
+        # MMLU's options are texts; one that is a number may be what the answer means
+        values = record.get("options", record.get("choices"))
+        if values is None:
+            values = [record[letter.lower()] for letter in letters]
+        if isinstance(values, list) and answer in values and values[answer] != answer:
+            raise ValueError(
+                f"the answer {answer} may be the option {letters[answer]}, by its index, or the "
+                f"value of {letters[values.index(answer)]}"
+            )
         return letters[answer]
     if isinstance(answer, str):
         text = last_boxed(answer)

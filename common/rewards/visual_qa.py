@@ -119,6 +119,7 @@ LETTERS = re.compile(r"(?:[(\[]?[a-k][)\]][\s,;.]*)+")  # what follows "(a)" in 
 COMMA = r"(?:(?<![0-9]),|,(?![0-9]{3}(?![0-9])))"  # but not that of 1,234
 SEPARATOR = re.compile(rf"{COMMA}|&|\band\b")
 TUPLE = re.compile(r"[(\[][^()\[\]]*[)\]]")  # not "(a), (b)"
+LABEL = re.compile(r"^\s*[(\[]?[A-Ka-k](?:[)\]][.:]?|[.:])\s+")  # of an option
 # a letter that stands alone, or a command
 SYMBOL = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 # x' and 5!, but not a letter in quotes
@@ -137,8 +138,8 @@ def says_same(answer: str, truth: str) -> bool:
 def symbols_differ(answer: str, truth: str) -> bool:
     r"""Whether two texts differ in a prime or a factorial (x' is not x, 5! not 5) or, if letters of
     one are symbols, only in the case of letters: \Omega is not \omega."""
-    answer = typeset(answer)
-    truth = typeset(truth)
+    answer = typeset(LABEL.sub("", answer))
+    truth = typeset(LABEL.sub("", truth))
     if MARKED.findall(answer) != MARKED.findall(truth):
         return True
     if not SIGN_OF_SYMBOLS.search(answer) and not SIGN_OF_SYMBOLS.search(truth):

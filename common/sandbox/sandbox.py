@@ -215,7 +215,11 @@ class Sandbox:
             self.send(block.earlier[-1][1], [], [])
             return
         self.unlink()
-        end, child_end = socket.socketpair()
+        try:
+            end, child_end = socket.socketpair()
+        except OSError:  # no room: as if the server did not answer
+            self.enter(State.CLEANING, 0.0)
+            return
         self.link = Link(end, MAX_JSON + MAX_BYTES)
         with child_end, contextlib.suppress(OSError):
             socket.send_fds(self.control, [b"new"], [child_end.fileno()])
@@ -356,7 +360,13 @@ class Sandbox:
         reason = self.stop(HOLD_S) or "no answer"
         if state == State.STARTING and not self.block:
             raise ValueError(reason)
-        self.start()
+        try:
+            self.start()
+        except OSError as error:
+            self.control.close()  # `hang_up` must not take the old process for a new one
+            if not self.block:
+                raise ValueError(str(error)) from error
+            return ToolReply(f"the sandbox does not start: {error}", failed=True, role="user")
         if state == State.STARTING:
             return ToolReply(f"the sandbox does not start: {reason}", failed=True, role="user")
         if state == State.CLEANING:

@@ -53,6 +53,8 @@ class Pool:
         self.homes: dict[Hashable, Worker] = {}
         self.num_homes: Counter[Worker] = Counter()
         self.has_started = False  # whether any worker has
+        # replies of jobs for which no process could be started
+        self.lost: list[tuple[Hashable, Any]] = []
         self.workers = [self.new_worker()]
         while not self.workers[0].make_ready():
             self._collect(inf)
@@ -62,7 +64,7 @@ class Pool:
     @property
     def pending(self) -> int:
         """The number of jobs without a reply so far."""
-        num_jobs = len(self.queue)
+        num_jobs = len(self.queue) + len(self.lost)
         for worker in self.workers:
             num_jobs += len(worker.queue) + worker.busy
         return num_jobs
@@ -124,7 +126,7 @@ class Pool:
         free = self.at_once - sum(worker.busy for worker in self.workers)
         for worker in self.workers:
             queue = worker.queue or self.queue
-            if queue and free > 0 and worker.make_ready():
+            if queue and free > 0 and self._is_ready(worker):
                 worker.take(*queue.popleft())
                 free -= 1
         # workers that are not busy are starting, or wait because `at_once` others are busy: each of
@@ -134,6 +136,17 @@ class Pool:
         for _ in range(num_new):
             if not self._add_worker():
                 break
+
+    def _is_ready(self, worker: Worker) -> bool:
+        """Whether a worker can take a job now. If the system has no room for its process, its job
+        fails, unless another worker will take it."""
+        try:
+            return worker.make_ready()
+        except OSError as error:
+            others = [o for o in self.workers if o is not worker and o.deadline < inf]
+            if worker.queue or not others:
+                self.lost += self._on_failed_start(worker, str(error))
+            return False
 
     def _add_worker(self) -> bool:
         """Start another worker. Whether the system had room for one: else the run goes on with
@@ -149,6 +162,10 @@ class Pool:
     def _collect(self, until: float) -> list[tuple[Hashable, Any]]:
         """Wait for the next reply or deadline, but not longer than `until`. Returns (key, reply) of
         what has finished."""
+        done = self.lost
+        self.lost = []
+        if done:
+            until = -inf
         active = [worker for worker in self.workers if worker.deadline < inf]
         sources = []
         for worker in active:
@@ -158,7 +175,6 @@ class Pool:
             # not infinite, which the system call refuses: the caller comes again
             patience_s = min(max(0.0, until - time.monotonic()), 3600.0)
             wait(sources, patience_s)
-        done = []
         for worker in active:
             key = worker.key
             try:

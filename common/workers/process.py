@@ -78,7 +78,9 @@ class Link:
             num_sent = self.socket.send(data, socket.MSG_DONTWAIT)
         if num_sent < len(data):
             rest = memoryview(data)[num_sent:]
-            threading.Thread(target=send_rest, args=[self.socket.dup(), rest], daemon=True).start()
+            with suppress(OSError, RuntimeError):  # no room for a file or a thread: it times out
+                arguments = [self.socket.dup(), rest]
+                threading.Thread(target=send_rest, args=arguments, daemon=True).start()
 
     def receive(self) -> bytes | None:
         """The next message; None if it is not complete. ConnectionError if the process has closed
@@ -136,6 +138,16 @@ def wait(sources: Iterable, timeout_s: float) -> list:
 def send_rest(end: socket.socket, data: memoryview) -> None:
     with end, suppress(OSError):
         end.sendall(data)
+
+
+def is_reply(message: object) -> bool:
+    """Whether a JSON value is what a worker sends: {"result": an object} or {"error": a text}. A
+    user's function may itself write to the socket."""
+    if not isinstance(message, dict):
+        return False
+    if "error" in message:
+        return isinstance(message["error"], str)
+    return isinstance(message.get("result"), dict)
 
 
 class Worker:
@@ -213,6 +225,8 @@ class Worker:
         try:
             message = self.link.receive()
             reply = None if message is None else json.loads(message)
+            if message is not None and not is_reply(reply):
+                raise ValueError("it is no reply")
         except ConnectionError:
             return self._fail(f"the worker died ({self._exit_reason()})")
         except (RecursionError, ValueError) as error:

@@ -66,8 +66,8 @@ def ask(code: str) -> dict:
 
 def post(program: bytes) -> bytes:
     """The answer to one request. ConnectionError if another one may be answered."""
-    request = Request(f"{ADDRESS}/run_code", program, {"Content-Type": "application/json"})
     try:
+        request = Request(f"{ADDRESS}/run_code", program, {"Content-Type": "application/json"})
         with opener.open(request, timeout=2 * PROGRAM_S + SERVICE_S) as response:
             body = response.read(MAX_BODY)
             if response.length and len(body) < MAX_BODY:
@@ -79,6 +79,8 @@ def post(program: bytes) -> bytes:
         raise ConnectionError(f"HTTP {error.code}") from None
     except (OSError, HTTPException) as error:
         raise ConnectionError(f"{type(error).__name__}: {error}") from None
+    except ValueError as error:  # the address
+        raise SystemExit(f"CODE_SERVICE_URL {ADDRESS}: {error}") from None
 
 
 def parse(body: bytes) -> dict:

@@ -22,6 +22,7 @@ from common.rewards.visual_qa import (
     option,
     plain,
     quantity,
+    readable,
     same_formula,
     same_plain,
     says_same,
@@ -189,6 +190,9 @@ def by_rules(answer: str, truth: str, options: list[str]) -> float | None:
     """1.0 or 0.0 where rules can tell; None where a judge should."""
     if max(len(answer), len(truth)) > MAX_CHARACTERS:
         return None
+    named = option_named(answer, options)
+    if named:
+        return float(unboxed(named) == truth)
     plain_answer = plain(answer)
     plain_truth = plain(truth)
     if says_same(answer, truth) or same_formula(answer, truth):
@@ -203,6 +207,17 @@ def by_rules(answer: str, truth: str, options: list[str]) -> float | None:
     if different_integers(plain_answer, plain_truth):
         return 0.0
     return None
+
+
+def option_named(answer: str, options: list[str]) -> str:
+    """The one option whose text this is, letter by letter; "" if none or several, or if it is a
+    letter. `says_same` is lenient about order, units and case, by which options may differ."""
+    if option(plain(answer))[0]:
+        return ""
+    named = [text for text in options if text.partition(". ")[2].strip() == answer.strip()]
+    if not named:
+        named = [text for text in options if option(plain(text))[1] == plain(answer)]
+    return named[0] if len(named) == 1 else ""
 
 
 def different_integers(answer: str, truth: str) -> bool:
@@ -224,7 +239,8 @@ def whole_number(text: str) -> Fraction | None:
 
 
 LONE_NUMBER = re.compile(  # not the 2 of m2, m^2, m^{2}; 3,4 is two numbers
-    r"(?<![\w^{.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?"
+    r"(?<![\w^{.])-?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,2})?"
 )
 RATIONAL = re.compile(r"(-?)(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|([0-9]+))")
 
@@ -242,7 +258,7 @@ def number(text: str) -> Fraction | None:
             return Fraction(f"{sign}{whole}")
         if int(denominator):
             return Fraction(f"{sign}{numerator}/{denominator}")
-    numbers = LONE_NUMBER.findall(text)
+    numbers = LONE_NUMBER.findall(readable(text))
     if len(numbers) != 1:
         return None
     return Fraction(numbers[0].replace(",", ""))

@@ -271,7 +271,10 @@ def answer_of(value: object) -> str:
     """An answer as text; numbers are answers too."""
     if type(value) is int or (type(value) is float and isfinite(value)):
         return str(value)
-    return text_of(value, "the answer")
+    answer = text_of(value, "the answer")
+    if answer == "None":  # the scorer takes it for none
+        raise BadRow("the answer is the text None")
+    return answer
 
 
 # --- pictures and videos --------------------------------------------------------------------------

@@ -13,7 +13,14 @@ from collections.abc import Mapping
 from common.rewards.answers import is_equal
 from common.rewards.answers.spelling import rational
 from common.rewards.math import last_boxed, truth_text
-from common.rewards.visual_qa import edit_distance, option, plain, symbols_differ, trimmed
+from common.rewards.visual_qa import (
+    edit_distance,
+    option,
+    plain,
+    readable,
+    symbols_differ,
+    trimmed,
+)
 
 MAX_CHARACTERS = 1000  # of an answer; longer ones are wrong
 # options of a question, one a line
@@ -26,7 +33,8 @@ MATHEMATICS = re.compile(r"[\\/^*:=+!<>]|[ap]\.?m\b")
 OTHER_NUMBER = re.compile(  # of "not 3" and "3 million"
     r"\b(?:not|minus|negative|hundred|thousand|million|billion|trillion|dozen|half|squared|cubed|mod)\b"
 )
-AROUND_LETTERS = re.compile(r"\band\b|[\s,;.&()\[\]]", re.IGNORECASE)
+AROUND_LETTERS = re.compile(r"\b(?:and|options?)\b|[\s,;.&()\[\]{}]", re.IGNORECASE)
+TEXT = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
 NEAR = 0.5  # similarity from which on an answer means the option that it resembles most
 
 
@@ -69,6 +77,8 @@ def answer_in(solution: str) -> str:
 def score_answer(task: str, answer: str, truth: str, question: str) -> float:
     is_list = rational(truth) is None and bool(INTEGER.search(truth))
     if task == "ocr":
+        while TEXT.search(answer):
+            answer = TEXT.sub(r"\1", answer)
         return float(trimmed(answer).split() == trimmed(truth).split())
     if is_list and task in ("jigsaw", "spot_difference", "word_search"):
         numbers = [int(digits) for digits in INTEGER.findall(answer)]
@@ -77,7 +87,7 @@ def score_answer(task: str, answer: str, truth: str, question: str) -> float:
     if re.fullmatch("[A-K]", truth):
         return float(letter_of(answer, question) == truth)
     if re.fullmatch("[A-K]+", truth):  # several options
-        letters = AROUND_LETTERS.sub("", answer).upper()
+        letters = AROUND_LETTERS.sub("", readable(answer)).upper()
         return float(sorted(letters) == sorted(truth))
     if NUMBER.fullmatch(truth):
         return float(is_number(answer, truth))

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import runpy
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -43,6 +44,7 @@ from common.data.rows import RowFiles, json_record, read_file
 from common.data.scan import Fingerprint, Lengths, shared_ends
 from common.distributed import World
 from common.flags import Data, Rollout, Run
+from common.foreign_flags import foreign_keys
 from common.look.show import show
 from common.progress import Progress
 from common.rollout.opening import open_prompts, print_plan
@@ -783,6 +785,25 @@ BAD = {
         ]
     ),
 }
+
+
+def test_a_prompt_column_may_have_a_dot_in_its_name(tmp_path, tokenizer):
+    other = [{"role": "user", "content": "other"}]
+    path = write(tmp_path / "a.parquet", [row() | {"teacher.prompt": other}])
+    assert load(path, tokenizer, prompt_column="teacher.prompt")[0].prompt == other
+
+
+def test_our_files_are_read_as_utf_8_in_any_locale(monkeypatch):
+    read = Path.read_text
+
+    def read_text(path, encoding=None, errors=None):
+        return read(path, encoding or "euc_jp", errors)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    foreign_keys.cache_clear()
+    assert foreign_keys()
+    monkeypatch.setattr("sys.argv", ["prepare"])
+    runpy.run_module("common.prepare", run_name="__main__")
 
 
 def test_a_row_that_the_template_does_not_expect_costs_itself(tmp_path, tokenizer, said):

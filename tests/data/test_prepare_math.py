@@ -2,6 +2,7 @@
 named."""
 
 import json
+import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -148,6 +149,10 @@ def test_options_stand_in_the_prompt_and_their_letter_is_the_truth(record):
             "the answer C may be the option C, or the text of D",
         ),
         (
+            {"question": "q", "choices": [1, 2, 3, 4], "answer": 2},
+            "the answer 2 may be the option C, by its index, or the value of B",
+        ),
+        (
             {"question": "q", "A": 1, "B": 2, "C": None, "D": 3, "E": 4, "answer": "D"},
             "options A, B, D, E: one between them is missing",
         ),
@@ -160,6 +165,38 @@ def test_options_stand_in_the_prompt_and_their_letter_is_the_truth(record):
 def test_options_of_another_shape_are_refused(record, reason):
     with pytest.raises(ValueError, match=reason):
         prepare.read_record(record)
+
+
+@pytest.mark.parametrize(
+    "record, question, answer",
+    [
+        ({"problem": "p", "answer": "2", "solution": math.nan}, "p", "2"),
+        ({"problem": "p", "answer": "2", "solution": ["s"]}, "p", "2"),
+        ({"Body": math.nan, "Question": "q", "Answer": 2}, "q", "2"),
+        ({"question": "q", "options": math.nan, "answer": "2"}, "q", "2"),
+        (
+            {"passage": "Seven sit.", "question": "q", "options": ["x", "y"], "label": "B"},
+            f"Seven sit.\n\nq\n(A) x\n(B) y\n{prepare.CHOICE}",
+            "B",
+        ),
+        (
+            {"question": "q", "A": 1, "B": 2, "C": math.nan, "answer": "B"},
+            f"q\n(A) 1\n(B) 2\n{prepare.CHOICE}",
+            "B",
+        ),
+    ],
+)
+def test_cells_without_a_text(record, question, answer):
+    found, _, solution = prepare.read_record(record)
+    assert (found, solution) == (question, answer)
+
+
+def test_a_comma_too_many_names_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "other.jsonl", "x,y.jsonl"):
+        write_jsonl(tmp_path / name, {"problem": "p", "answer": "5"})
+    assert prepare.source_files("a.jsonl,") == [Path("a.jsonl")]
+    assert prepare.source_files("x,y.jsonl") == [Path("x,y.jsonl")]
 
 
 @pytest.mark.parametrize("empty", [[], "", None])

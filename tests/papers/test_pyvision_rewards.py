@@ -133,6 +133,10 @@ def test_an_answer_that_is_too_long_or_broken_earns_nothing_for_its_calls(answer
 
 OPTIONS = {"answer": "B", "options": ["a cat", "a dog", "2 dogs"]}
 CASES = [  # answer, truth, verdict (None: the judge's)
+    # the text of another option, by which rules are lenient
+    ("rug, tv, bin", {"answer": "A", "options": ["tv, rug, bin", "rug, tv, bin"]}, 0.0),
+    ("50%", {"answer": "A", "options": ["50", "50%"]}, 0.0),
+    (r"\omega", {"answer": "A", "options": [r"\Omega", r"\omega"]}, 0.0),
     ("A", "A", 1.0),
     ("(A)", "A", 1.0),
     ("'A'", "A", 1.0),
@@ -233,6 +237,9 @@ MEASURED = [  # answer, truth, score
     ("many", "2", 0.0),
     ("1/0", "2", 0.0),
     (r"\frac{0}{0}", "2", 0.0),
+    (".5 m", "0.5", 1.0),
+    (r"about 1{,}000 m", "1000", 1.0),
+    ("about −5", "5", 0.0),
     ("B", "B", 1.0),
     ("C", "B", 0.0),
 ]

@@ -374,6 +374,12 @@ def test_lists_are_no_number_and_a_sign_is_no_emphasis():
     assert score_tir_bench("math", r"\boxed{**12**}", "12")["score"] == 1.0
 
 
+def test_text_around_an_answer_is_none_of_it():
+    assert score_tir_bench("ocr", r"<answer>\boxed{\text{mobi}}</answer>", "mobi")["score"] == 1.0
+    for answer in (r"\text{A, B}", r"A \text{ and } B", "$A, B$"):
+        assert score_tir_bench("color", rf"\boxed{{{answer}}}", "AB")["score"] == 1.0
+
+
 @pytest.mark.parametrize(
     "truth", [["5"], {"answer": "5"}, None, float("nan"), float("inf")], ids=repr
 )

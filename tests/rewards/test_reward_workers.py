@@ -23,6 +23,7 @@ from common.hub import FOLDERS
 from common.rewards import RewardWorkers, score_episodes
 from common.torch_repair import transformers
 from common.types import Episode, Row
+from common.workers.process import Worker
 
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
 
@@ -87,12 +88,35 @@ def test_a_full_table_of_files_costs_workers_and_not_the_run(start, monkeypatch,
 
     monkeypatch.setattr(pool, "new_worker", full)
     for key in range(3):
-        pool.submit(key, (TIMEOUT, [job(str(key))]), home=key)
+        pool.submit(key, job(str(key)), home=key)
     done = []
     while pool.pending:
         done += pool.poll(5.0)
-    assert sorted(key for key, _ in done) == [0, 1, 2]
+    assert sorted(key for key, reply in done if "score" in reply) == [0, 1, 2]
     assert "Too many open files; 1 go on" in capsys.readouterr().out
+
+
+def test_no_room_to_start_a_worker_again_costs_its_job(start, monkeypatch):
+    pool = start(count=1)
+
+    def full(self):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "start", full)
+        _, lost = pool.run([job("exit"), job("1")], "x")
+        assert lost["error"].startswith("no worker starts")
+    assert pool.score([job("2")]) == [scored(2.0)]
+
+
+@pytest.mark.parametrize("message", [[], None, {}, {"error": 5}, {"result": 1}])
+def test_a_message_that_is_no_reply_fails_its_job(start, monkeypatch, message):
+    """A function that runs the policy's code may write to the socket."""
+    pool = start(count=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("common.workers.process.json.loads", lambda _: message)
+        (reply,) = pool.run([job("1")], "x")
+    assert "cannot be read: it is no reply" in reply["error"]
 
 
 def test_a_reply_that_nests_too_deep_fails_its_job(start, monkeypatch):
@@ -102,7 +126,7 @@ def test_a_reply_that_nests_too_deep_fails_its_job(start, monkeypatch):
         raise RecursionError("maximum recursion depth exceeded")
 
     monkeypatch.setattr("common.workers.process.json.loads", too_deep)
-    (reply,) = pool.run([(TIMEOUT, [job("1")])], "x")
+    (reply,) = pool.run([job("1")], "x")
     assert "cannot be read" in reply["error"]
 
 

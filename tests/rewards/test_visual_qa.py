@@ -146,6 +146,7 @@ RIGHT = [  # answer, ground truth
     ("猫", "猫"),
 ]
 WRONG = [
+    (r"\omega", r"A. \Omega"),
     ("25 degrees Celsius", "25 degrees Fahrenheit"),
     ("1 1/2", "11/2"),
     # options

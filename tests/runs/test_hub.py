@@ -273,6 +273,21 @@ def test_what_the_hub_refuses_is_said_in_words(hub):
             raise errors.GatedRepoError("403\n\nAccess is restricted", response=Mock())
 
 
+def test_a_proxy_that_refuses_is_one_line(monkeypatch):
+    error = errors.HTTPError("407 Proxy Authentication Required")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
+    with pytest.raises(SystemExit, match=r"mirror\): 407 Proxy Authentication Required$"):
+        resolve_model("org/model")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_cache_that_cannot_be_written_is_said_without_a_mirror(monkeypatch, number):
+    error = OSError(number, "no writing here")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
+    with pytest.raises(SystemExit, match=r"^what the hub sends cannot be written: .*HF_HOME"):
+        resolve_model("org/model")
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -188,6 +188,12 @@ def test_an_answer_that_is_cut_off_is_asked_for_again(service, run_code):
     assert run_code("print(1)")[0] == "1\n" and len(service.programs) == 2
 
 
+def test_an_address_that_is_none_is_not_the_policys_fault(run_code, monkeypatch):
+    monkeypatch.setitem(run_code.__globals__, "ADDRESS", "node7")
+    with pytest.raises(SystemExit, match="CODE_SERVICE_URL node7: unknown url type"):
+        run_code("print(1)")
+
+
 def test_it_waits_longer_before_each_retry(service, run_code, monkeypatch):
     pauses = []
     monkeypatch.undo()

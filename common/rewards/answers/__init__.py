@@ -297,7 +297,8 @@ def same_collection(
         true_items = true_labelled or true_items
         return len(items) == len(true_items) and same_in_order(items, true_items, depth)
     # a list may stand for a set or a union, but for no intersection
-    if kinds <= UNORDERED and (len(kinds) == 1 or "list" in kinds and "intersection" not in kinds):
+    is_open_list = "list" in kinds and "intersection" not in kinds
+    if kinds <= UNORDERED and (len(kinds) == 1 or is_open_list):
         return same_items(items, true_items, depth)
     if kinds == {"reals without"}:
         return same_items(items, true_items, depth)
@@ -315,7 +316,8 @@ def same_collection(
 
 
 def by_letter(items: list[str]) -> list[str]:
-    """The items x = 5, y = 6 of y = 6, x = 5; [] unless the labels are x, y, z or a, b or the like."""
+    """The items x = 5, y = 6 of y = 6, x = 5; [] unless the labels are neighbours in the
+    alphabet."""
     names = [label(item) for item in items]
     letters = "".join(sorted(names))
     if any(len(name) != 1 for name in names) or letters not in ascii_lowercase:

@@ -156,7 +156,8 @@ def labels_differ(answer: str, truth: str) -> bool:
 
 def bare_name(name: str) -> str:
     """AB of |AB|, \\overline{AB} and m\\angle AB."""
-    return re.sub(r"[\s{}]|^\||\|$|^m\s*(?=\\angle)|\\(?:overline|angle|triangle)(?![a-z])", "", name)
+    marks = r"[\s{}]|^\||\|$|^m\s*(?=\\angle)|\\(?:overline|angle|triangle)(?![a-z])"
+    return re.sub(marks, "", name)
 
 
 def symbols_in(text: str) -> set[str]:
