@@ -172,12 +172,12 @@ def fields_of(process: int | str) -> list[bytes]:
 
 def is_running(process: int) -> bool:
     """Is any thread of it? The others may go on when the first one has ended."""
-    states = set()
     with contextlib.suppress(OSError):
+        states = set()
         for thread in os.listdir(f"/proc/{process}/task"):
-            with contextlib.suppress(OSError):  # one that has just ended
-                states.add(fields_of(f"{process}/task/{thread}")[STATE])
-    return not states <= STILL_STATES
+            states.add(fields_of(f"{process}/task/{thread}")[STATE])
+        return not states <= STILL_STATES
+    return False
 
 
 def signal_children(number: int) -> bool:

@@ -381,7 +381,8 @@ class Casts(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("stays_gathered", [True, False])
+# slow: test_gradients_reduced_once_a_step_are_those_of_each_micro_batch gathers them each time
+@pytest.mark.parametrize("stays_gathered", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_on_one_rank_weights_are_cast_once_a_step(case, tiny_config, stays_gathered):
     """Each step anew, since they have changed; once a micro-batch if memory is short. Gradients add
     up, without those of an abandoned attempt."""
