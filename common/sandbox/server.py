@@ -123,10 +123,16 @@ def guard(confined: bool) -> None:
 
 
 def warm_up(folder: str, kept: list[str], confined: bool) -> None:
-    """Call what the loop calls most. Afterwards Python has allocated whatever it allocates in the
-    first calls of a function, and the memory of this process stays the same."""
-    for _ in range(20):
-        excess_of(os.getpid(), folder)
+    """Call what the loop calls most, with children that there are. Afterwards Python has allocated
+    whatever it allocates in the first calls of a function, and the memory of this process stays the
+    same."""
+    for _ in range(10):
+        child = os.fork()
+        if not child:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.pause()
+        excess_of(child, folder)
+        stop_children(confined)
         signal_children(signal.SIGCONT)
         end_children(confined)
         wipe(folder, kept=kept)
