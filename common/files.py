@@ -104,7 +104,7 @@ def hub_errors() -> Iterator[None]:
         if not isinstance(error, OSError | RuntimeError | errors.HTTPError):
             raise
         problem = hub_problem(error)
-        if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+        if getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise SystemExit(
                 f"what the hub sends cannot be written: {problem}; set HF_HOME to a folder of yours"
             ) from error

@@ -124,9 +124,9 @@ class Rehearsal:
                 budget=self.packer.budget,
                 share_prompts=share_prompts,
                 vision=self.packer.vision,
-            )
-            episodes += longest_left[:num_left]
-            num_left -= len(longest_left[:num_left])
+            )[:num_left]
+            episodes += longest_left
+            num_left -= len(longest_left)
         index = TokenIndex(episodes)
         (minibatch,) = self.packer.minibatches(episodes, index, [list(range(len(episodes)))])
         return minibatch

@@ -654,10 +654,7 @@ def test_a_switch_that_is_turned_off_hides_no_key(monkeypatch):
     """However it is spelled."""
     for switch in ("--eval-before", "--no-eval-before", "--eval_before", "--no_eval_before"):
         answers = answers_to(monkeypatch, grpo, f"--beta 0.1 {switch} data.train_files=a")
-        assert list(answers) == ["data.train_files", "--beta"] or set(answers) == {
-            "data.train_files",
-            "--beta",
-        }
+        assert answers.keys() == {"data.train_files", "--beta"}
 
 
 def test_a_typo_beside_a_foreign_flag_is_answered_with_the_nearest_name(monkeypatch):

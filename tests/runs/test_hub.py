@@ -280,6 +280,14 @@ def test_a_proxy_that_refuses_is_one_line(monkeypatch):
         resolve_model("org/model")
 
 
+def test_a_token_that_the_hub_refuses_is_no_folder_that_cannot_be_written(monkeypatch):
+    """The hub's Xet raises a PermissionError, without a number."""
+    error = PermissionError("token refused")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
+    with pytest.raises(SystemExit, match=r"mirror\): token refused$"):
+        resolve_model("org/model")
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_cache_that_cannot_be_written_is_said_without_a_mirror(monkeypatch, number):
     error = OSError(number, "no writing here")
