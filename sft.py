@@ -335,7 +335,9 @@ def main(args: Args, demo: bool = False) -> None:
             num_rank_rows = sum(episode.sample_index == 0 for episode in episodes)
             (num_rows,) = all_reduce([num_rank_rows])
         if minibatch is None:
-            if step > start:
+            if step > start and args.save_weights_only:
+                save_weights(policy, job, step, saved_weights)
+            elif step > start:
                 loader.load_state_dict(position)  # a resume tries these rows again
                 checkpoints.save(step, None)
             raise SystemExit(

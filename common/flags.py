@@ -264,7 +264,7 @@ class Run:
 
     # folder or hub id[@REVISION] (none: the demo); or smollm2, tiny, tiny-vl, tiny-vl-python
     model: str = "tiny"
-    output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME
+    output_dir: Path | None = None  # run folder; default runs/SCRIPT-MODEL-TIME-PID
     seed: Natural = 0  # data order, sampling, initialisation
     total_steps: Count | None = None  # steps, in place of --total-epochs
     # passes over the data, if no --total-steps; prompts that refill a step come on top

@@ -206,8 +206,10 @@ def output_path(flags: Scoring, files: RowFiles) -> Path:
 def refuse_overwriting(output: Path, name: str, paths: list[Path]) -> None:
     """SystemExit if `output`, called `name`, is one of the files at `paths`."""
     for path in paths:
-        if output.exists() and path.exists() and output.samefile(path):
-            raise SystemExit(f"{name} is FILE itself, or a file of --rows")
+        # two names that are not there yet may be one, too
+        is_one = output.resolve() == path.resolve()
+        if is_one or (output.exists() and path.exists() and output.samefile(path)):
+            raise SystemExit(f"{name} is FILE itself, or a file of --rows or --output")
 
 
 def read_responses(files: RowFiles, flags: Scoring) -> list[Response]:

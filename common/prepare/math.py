@@ -234,16 +234,25 @@ def first_of(record: dict, *columns: str) -> object:
 # --- multiple choice ---
 
 
+def given_options(record: dict) -> object:
+    """The column of options, or None: an empty one is none."""
+    for name in ("options", "choices"):
+        options = record.get(name)
+        if options not in (None, [], ""):
+            return options
+    return None
+
+
 def read_options(record: dict) -> list[str]:
     """The texts of the options without their letters; [] for a question without options. ValueError
     for other shapes."""
-    options = record.get("options", record.get("choices"))
+    options = given_options(record)
     if options is None and {"a", "b"} <= record.keys():  # a column for each
         letters = [letter for letter in LETTERS if letter.lower() in record]
         if not are_first_letters(letters):
             raise ValueError(f"options {', '.join(letters)}: one between them is missing")
         options = [record[letter.lower()] for letter in letters]
-    if options in (None, [], ""):
+    if options is None:
         return []
     # ARC: {"text": [...], "label": [...]}
     if isinstance(options, dict) and isinstance(options.get("text"), list):
@@ -285,7 +294,7 @@ def right_option(record: dict, options: list[str]) -> str:
     letters = LETTERS[: len(options)]
     if type(answer) is int and 0 <= answer < len(options):
         # MMLU's options are texts; one that is a number may be what the answer means
-        values = record.get("options", record.get("choices"))
+        values = given_options(record)
         if values is None:
             values = [record[letter.lower()] for letter in letters]
         if isinstance(values, list) and answer in values and values[answer] != answer:

@@ -26,7 +26,7 @@ CONTINUATION_WORDS = """
 or and to through plus minus times x over out of point half halves third thirds quarter
 quarters tenth tenths hundredth hundredths mod hundred thousand million billion trillion
 hundreds thousands millions billions trillions dozen dozens lakh lakhs crore crores mil bn squared
-cubed not factorial divided multiplied pi below negative less
+cubed not factorial divided multiplied pi below negative
 """
 CONTINUATIONS = set(CONTINUATION_WORDS.split())
 VERL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")

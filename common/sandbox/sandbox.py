@@ -99,7 +99,8 @@ class Sandbox:
     # --- its process ---
 
     def start(self) -> None:
-        self.control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """OSError if the system has no room for it; then there is no process to end."""
+        control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link: Link | None = None  # to the child of a trajectory
         self.trajectory = -1  # whose child it is
         self.num_blocks = 0  # of that trajectory, which have ended
@@ -119,7 +120,12 @@ class Sandbox:
         environment = {}
         for name, value in ENVIRONMENT.items():
             environment[name] = folder if value == FOLDER else value
-        with child_end, os.fdopen(os.memfd_create("filters"), "w+b") as filters:
+        with (
+            contextlib.ExitStack() as on_failure,
+            child_end,
+            os.fdopen(os.memfd_create("filters"), "w+b") as filters,
+        ):
+            on_failure.callback(control.close)
             filters.write(first_filter())
             filters.seek(0)
             command = list(FIRST_TO_DIE)
@@ -137,6 +143,8 @@ class Sandbox:
                     stderr=subprocess.PIPE,  # bubblewrap's message if it cannot start
                     start_new_session=True,
                 )
+            on_failure.pop_all()
+        self.control = control  # not before: `hang_up` must not take an old process for a new one
         self.enter(State.STARTING, self.start_s)
 
     def hang_up(self) -> None:
@@ -363,7 +371,6 @@ class Sandbox:
         try:
             self.start()
         except OSError as error:
-            self.control.close()  # `hang_up` must not take the old process for a new one
             if not self.block:
                 raise ValueError(str(error)) from error
             return ToolReply(f"the sandbox does not start: {error}", failed=True, role="user")

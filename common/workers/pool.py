@@ -124,11 +124,24 @@ class Pool:
 
     def _hand_out(self) -> None:
         free = self.at_once - sum(worker.busy for worker in self.workers)
+        failures: list[tuple[Worker, str]] = []
         for worker in self.workers:
             queue = worker.queue or self.queue
-            if queue and free > 0 and self._is_ready(worker):
+            if not queue or free <= 0:
+                continue
+            try:
+                is_ready = worker.make_ready()
+            except OSError as error:  # the system has no room for its process
+                failures.append((worker, str(error)))
+                continue
+            if is_ready:
                 worker.take(*queue.popleft())
                 free -= 1
+        for worker, error in failures:
+            # a job of all fails only if no worker is at work that could take it later
+            has_others = any(other.deadline < inf for other in self.workers)
+            if worker.queue or (self.queue and not has_others):
+                self.lost += self._on_failed_start(worker, error)
         # workers that are not busy are starting, or wait because `at_once` others are busy: each of
         # them will take a job
         num_waiting = sum(not worker.busy for worker in self.workers)
@@ -136,17 +149,6 @@ class Pool:
         for _ in range(num_new):
             if not self._add_worker():
                 break
-
-    def _is_ready(self, worker: Worker) -> bool:
-        """Whether a worker can take a job now. If the system has no room for its process, its job
-        fails, unless another worker will take it."""
-        try:
-            return worker.make_ready()
-        except OSError as error:
-            others = [o for o in self.workers if o is not worker and o.deadline < inf]
-            if worker.queue or not others:
-                self.lost += self._on_failed_start(worker, str(error))
-            return False
 
     def _add_worker(self) -> bool:
         """Start another worker. Whether the system had room for one: else the run goes on with

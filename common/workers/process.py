@@ -146,7 +146,7 @@ def is_reply(message: object) -> bool:
     if not isinstance(message, dict):
         return False
     if "error" in message:
-        return isinstance(message["error"], str)
+        return isinstance(message["error"], str) and message["error"] != ""
     return isinstance(message.get("result"), dict)
 
 
@@ -207,9 +207,9 @@ class Worker:
         return [self.link.socket]
 
     def make_ready(self) -> bool:
-        """Start the process if there is none, or if it died while it was idle (a job may have left
-        a thread or an alarm). Whether it can take a job now."""
-        if self.state == self.IDLE and wait(self.sources, 0):
+        """Start the process if there is none, or if it died or sent something while it was idle (a
+        job may have left a thread or an alarm). Whether it can take a job now."""
+        if self.state == self.IDLE and (self.link.inbox or wait(self.sources, 0)):
             self.kill()
         if self.state == self.STOPPED:
             self.start()

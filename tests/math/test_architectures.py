@@ -111,6 +111,13 @@ EVERY_TIME += ["gptj", "phimoe", "whisper"]
 OF_A_KIND = ["gpt2", "gpt_neox", "smollm3", "qwen3_moe", "gemma3_text", "nemotron"]
 
 
+@pytest.fixture(autouse=True)
+def compiler():
+    """Of this process: an engine may have switched it off."""
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
 def little(kind: str):
     """A configuration of a few ten thousand parameters, without dropout."""
     options = SIZES | OPTIONS.get(kind, {})

@@ -371,6 +371,7 @@ def test_lists_are_no_number_and_a_sign_is_no_emphasis():
     assert score_tir_bench("math", r"\boxed{1234}", "1,234")["score"] == 1.0
     assert score_tir_bench("math", r"\boxed{3*4}", "34")["score"] == 0.0
     assert score_tir_bench("math", r"\boxed{3*4}", "12")["score"] == 1.0
+    assert score_tir_bench("math", r"\boxed{3 * 4}", "12")["score"] == 1.0
     assert score_tir_bench("math", r"\boxed{**12**}", "12")["score"] == 1.0
 
 

@@ -176,6 +176,24 @@ SAME_VALUE = [  # answer, ground truth: spelled differently
     ("2 + 3 = 5", "5"),
 ]
 EQUAL = [  # in both directions
+    (r"3\times x", "3x"),
+    (r"2\times 10", "20"),
+    (r"n\times n", "n^2"),
+    ("v = at = 20", "20"),
+    (r"s = ut + \frac12 at^2 = 20", "20"),
+    ("V = lwh = 60", "60"),
+    ("e > x", r"(-\infty, e)"),
+    ("a < x", r"(a, \infty)"),
+    ("RT^{-1}", r"\frac{R}{T}"),
+    (r"\frac{V^T W}{2}", r"\frac12 V^T W"),
+    ("3 kg of rice", "3 kg"),
+    ("5 cm of rain", "5"),
+    (
+        r"\mathbb{R}\setminus\{\pm\sqrt2\}",
+        r"(-\infty,-\sqrt2)\cup(-\sqrt2,\sqrt2)\cup(\sqrt2,\infty)",
+    ),
+    (r"\sin 22\frac{1}{2}^\circ", r"\sin 22.5^\circ"),
+    (r"\tan 22\frac{1}{2}^\circ", r"\sqrt{2}-1"),
     (r"3-4{\rm i}", "3-4i"),
     (r"3-4\rm{i}", "3-4i"),
     (r"\mathrm i", "i"),
@@ -568,6 +586,13 @@ UNEQUAL = [  # answer, ground truth
     ("3, 100, 200", "3100200"),
 ]
 DIFFERENT = [  # in both directions
+    ("x > a", r"(-\infty, a)"),
+    ("A^{-1}B", r"\frac{B}{A}"),
+    ("(AB)^{-1}", "A^{-1}B^{-1}"),
+    ("3 kg of rice", "3 g"),
+    (r"\sin 22\frac{1}{2}^\circ", r"\sin 11^\circ"),
+    (r"2\frac{1}{2}^2+x", r"\frac{9}{4}+x"),
+    (r"\arccot(\cot x)", "x"),
     # equal only where the formulas were compared
     ("|x+3|", "x+3"),
     ("|x-2|<5", "2-x<5"),
@@ -1122,6 +1147,7 @@ def test_formulas_only_where_needed(monkeypatch):
         ("#### 1,234,567.", "1234567", True),
         ("#### $1,234.50", "1234.5", True),
         ("#### 10 more apples", "10", True),
+        ("#### 5 less apples", "5", True),
     ],
 )
 def test_a_number_of_gsm8k_ends_where_it_ends(text, truth, right):

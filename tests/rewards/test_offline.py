@@ -526,6 +526,14 @@ def test_verdicts_replace_no_file_of_rows(tmp_path):
         score_file(Scoring(file, rows=rows, keep=(0.0, 1.0), output=rows))
 
 
+def test_kept_rows_replace_no_verdicts_of_the_same_command(tmp_path):
+    file = write(tmp_path / "a.parquet", [row(i) for i in range(3)])
+    kept = tmp_path / "a_kept.parquet"
+    with pytest.raises(SystemExit, match=r"a_kept\.parquet, which is FILE itself, .* or --output"):
+        score_file(Scoring(file, keep=(0.0, 1.0), output=kept))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
 def test_a_truth_that_nests_too_deep_costs_its_row(tmp_path):
     deep = {"truth": "[" * 3000, "reward_model": None}
     file = write(tmp_path / "a.jsonl", [row(0, **deep), row(1, prompt="[" * 3000)])

@@ -23,7 +23,7 @@ from common.hub import FOLDERS
 from common.rewards import RewardWorkers, score_episodes
 from common.torch_repair import transformers
 from common.types import Episode, Row
-from common.workers.process import Worker
+from common.workers.process import SIZE_BYTES, Worker
 
 TIMEOUT = 2.0  # seconds, in all tests that do not say otherwise
 
@@ -109,7 +109,7 @@ def test_no_room_to_start_a_worker_again_costs_its_job(start, monkeypatch):
     assert pool.score([job("2")]) == [scored(2.0)]
 
 
-@pytest.mark.parametrize("message", [[], None, {}, {"error": 5}, {"result": 1}])
+@pytest.mark.parametrize("message", [[], None, {}, {"error": 5}, {"error": ""}, {"result": 1}])
 def test_a_message_that_is_no_reply_fails_its_job(start, monkeypatch, message):
     """A function that runs the policy's code may write to the socket."""
     pool = start(count=1)
@@ -117,6 +117,28 @@ def test_a_message_that_is_no_reply_fails_its_job(start, monkeypatch, message):
         patch.setattr("common.workers.process.json.loads", lambda _: message)
         (reply,) = pool.run([job("1")], "x")
     assert "cannot be read: it is no reply" in reply["error"]
+
+
+def test_a_message_left_over_from_a_job_answers_no_other(start):
+    """It came with that job's reply in one read, so that no poll of the socket sees it."""
+    pool = start(count=1)
+    assert pool.score([job("1")]) == [scored(1.0)]
+    (worker,) = pool.workers
+    forged = b'{"result": {"score": 5.0}}'
+    worker.link.inbox += len(forged).to_bytes(SIZE_BYTES, "big") + forged
+    assert pool.score([job("2")]) == [scored(2.0)]
+
+
+def test_a_job_goes_to_an_idle_worker_if_another_does_not_start(start, monkeypatch):
+    pool = start(count=2)
+    assert pool.score([job("1"), job("2")]) == [scored(1.0), scored(2.0)]
+    pool.workers[0].kill()
+
+    def full(self):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(Worker, "start", full)
+    assert pool.score([job("3")]) == [scored(3.0)]
 
 
 def test_a_reply_that_nests_too_deep_fails_its_job(start, monkeypatch):

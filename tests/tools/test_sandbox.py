@@ -1477,3 +1477,17 @@ print(process.pid, os.getcwd())
     finally:
         pool.close()
     assert not Path(folder).exists() and not Path(f"/proc/{process}").exists()
+
+
+def test_a_sandbox_without_room_ends_in_peace(monkeypatch):
+    box = Sandbox(1, 0, confined=False)
+    box.stop()
+
+    def full(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(sandbox.subprocess, "Popen", full)
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        box.make_ready()
+    box.hang_up()
+    box.stop()

@@ -171,7 +171,9 @@ INVERSE = r"[A-Z]\}?\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})"
 MATRIX_PRODUCT = re.compile(rf"{INVERSE}\s*\{{?[A-Z]|[A-Z]\}}?\s*\{{?{INVERSE}")
 # of a matrix: 2 \times 3
 SIZE = re.compile(r"\s*(?:[0-9]+|[a-z])\s*\\times\s*(?:[0-9]+|[a-z])\s*")
-SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE, MATRIX_PRODUCT)
+CAPITALS = re.compile(r"(?<![\\a-zA-Z])[A-Z]|(?<=[A-Z])[A-Z]")
+OF_PRODUCT = re.compile(r"\)\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})")  # (AB)^{-1}
+SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE)
 MORE_THAN_LETTERS = re.compile(r"[0-9+\-*/^!|()\[\]\\']")
 WORD = re.compile(
     r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}(?=\s+[a-zA-Z0-9])|(?<=[a-zA-Z0-9]\s)[a-zA-Z]{3,})"
@@ -188,6 +190,14 @@ def same_formula(answer: str, truth: str) -> bool:
     true_text = formula(true_core)
     if is_spelled_only(text) or is_spelled_only(true_text):
         return False
+    if SIZE.fullmatch(text) and SIZE.fullmatch(true_text):  # 2 \times 3 is no 3 \times 2
+        return False
+    if MATRIX_PRODUCT.search(text) or MATRIX_PRODUCT.search(true_text):
+        # in one order they are one product, of matrices too; (AB)^{-1} turns it around
+        if CAPITALS.findall(text) != CAPITALS.findall(true_text):
+            return False
+        if OF_PRODUCT.search(text + true_text):
+            return False
     if not MORE_THAN_LETTERS.search(text) and not MORE_THAN_LETTERS.search(true_text):
         return False  # "no" is not "on"
     value = rational(short_form(answer_core))
@@ -202,8 +212,6 @@ def same_formula(answer: str, truth: str) -> bool:
 
 
 def is_spelled_only(text: str) -> bool:
-    if SIZE.fullmatch(text):
-        return True
     return bool(WORD.search(text)) or any(pattern.search(text) for pattern in SPELLED_ONLY)
 
 
@@ -268,8 +276,11 @@ def same_as_relation(text: str, relation: Relation, other: str, depth: int) -> b
         return same(value, other, depth - 1)
     if set(signs) == {"="} and not symbols_in(text):
         return same(sides[0], other, depth - 1) and same(sides[-1], other, depth - 1)
-    interval = interval_of(relation)
-    return interval is not None and same(interval[1], other, depth - 1)
+    turned = [relation]
+    if len(signs) == 1 and signs[0] in LESS | GREATER:
+        turned.append(reverse(relation))  # a < x is about x, or about a
+    intervals = [interval_of(form) for form in turned]
+    return any(found and same(found[1], other, depth - 1) for found in intervals)
 
 
 def is_result(result: Relation, truth: str, depth: int) -> bool:

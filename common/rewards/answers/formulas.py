@@ -168,7 +168,8 @@ def is_multiple(a: "sympy.Expr", b: "sympy.Expr", direction: int) -> bool:
 def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> list[Point]:
     """Points for comparing: integers where n! or n choose k occurs, also large numbers where
     something is rounded."""
-    from sympy import Abs, acos, asin, atan, binomial, ceiling, factorial, floor
+    from sympy import Abs, binomial, ceiling, factorial, floor
+    from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction
 
     if any(expression.has(binomial, factorial) for expression in expressions):
         return integer_points(symbols)
@@ -176,7 +177,7 @@ def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> lis
         far = fraction_points(symbols, scale=101)
         return fraction_points(symbols) + far + whole_points(symbols)
     # |x + 3| is x + 3 near 0, and \arcsin(\sin x) is x
-    if any(expression.has(Abs, asin, acos, atan) for expression in expressions):
+    if any(expression.has(Abs, InverseTrigonometricFunction) for expression in expressions):
         return fraction_points(symbols) + fraction_points(symbols, scale=1009)
     return fraction_points(symbols)
 
@@ -340,12 +341,10 @@ class Reader:
             if self.kind == "number" and (latest_is_number or not follows_operator):
                 raise Unreadable("a number behind a number or a letter")
             latest_is_number = self.kind == "number"
-            is_fraction = self.token == "\\frac"
-            factor = self.power()
-            if may_be_mixed and is_fraction and factor.is_Rational and 0 < factor < 1:
-                value = value + factor
+            if may_be_mixed and self.token == "\\frac":
+                value = self.mixed_number(value)
             else:
-                value = value * factor
+                value = value * self.power()
             may_be_mixed = False
         return value
 
@@ -361,14 +360,26 @@ class Reader:
         return self.token.removeprefix("\\") in (*FUNCTIONS, *LOGARITHMS)
 
     def power(self) -> "sympy.Expr":
+        return self.with_marks(self.atom())
+
+    def mixed_number(self, whole: "sympy.Expr") -> "sympy.Expr":
+        r"""2\frac{1}{2} and 2\frac{1}{2}°; a product if the fraction is not between 0 and 1."""
+        fraction = self.atom()
+        if not (fraction.is_Rational and 0 < fraction < 1):
+            return whole * self.with_marks(fraction)
+        if self.token in ("^", "!"):
+            raise Unreadable("a power or factorial of a mixed number")
+        return self.with_marks(whole + fraction)
+
+    def with_marks(self, value: "sympy.Expr") -> "sympy.Expr":
+        """The value with the powers, factorials and degrees that follow it."""
         import sympy
 
-        value = self.atom()
         while self.token in ("^", "!", "°"):
-            if self.token == "°":
-                self.take()
+            mark = self.take()
+            if mark == "°":
                 value = value * sympy.pi / 180
-            elif self.take() == "!":
+            elif mark == "!":
                 if self.token == "!":
                     raise Unreadable("a double factorial")
                 value = factorial(value)

@@ -1,8 +1,10 @@
 r"""Lists, sets, tuples, intervals, unions and matrices: \{1, 2\} is a set of 1 and 2."""
 
 import re
+from fractions import Fraction
 
 from common.rewards.answers.brackets import outside, split_brackets, split_outside
+from common.rewards.answers.formulas import real_value
 from common.rewards.answers.relations import (
     INTERSECTION,
     SEPARATOR,
@@ -44,7 +46,7 @@ def collection(text: str) -> tuple[str, list[str]]:
     match = REALS_WITHOUT.fullmatch(text)
     if match:
         numbers = items_of(match[1])
-        values = [rational(short_form(number)) for number in numbers]
+        values = [value_of(number) for number in numbers]
         if len(numbers) > 1 and None in values:  # in no known order
             return "reals without", numbers
         if len(numbers) > 1:
@@ -72,6 +74,12 @@ def collection(text: str) -> tuple[str, list[str]]:
     if opening == "\\langle":
         return "()", items
     return opening + closing, items
+
+
+def value_of(number: str) -> Fraction | None:
+    r"""Of \sqrt{2}, too; None of what has letters."""
+    value = rational(short_form(number))
+    return real_value(number) if value is None else value
 
 
 def set_of(inner: str) -> tuple[str, list[str]]:

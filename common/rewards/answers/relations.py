@@ -31,7 +31,11 @@ NAMES = [
 # what stands on the left of x = 5
 NAME = re.compile("|".join(NAMES))
 WORDS = re.compile(r"(?:\s|\\text\{[^{}0-9]*\}|[A-Za-z]{3,}+)+")
-PROSE = re.compile(r"\\text|(?<![\\A-Za-z])(?:[A-Za-z]{3}|(?:at|if)(?![A-Za-z]))")
+# "5 when y", "5 at t"; but the letters of lwh, at and u + at are factors
+PROSE = re.compile(
+    r"\\text|(?<![\\A-Za-z])[A-Za-z]{3,}(?=\s)|(?<=\s)[A-Za-z]{3}"
+    r"|(?<=[0-9A-Za-z)}\]]\s)(?:at|if)(?=\s+[A-Za-z\\])"
+)
 SEPARATOR = re.compile(r"[,;]")
 UNION = re.compile(r"\\cup(?![a-zA-Z])")
 INTERSECTION = re.compile(r"\\cap(?![a-zA-Z])")

@@ -299,7 +299,8 @@ def noun_name(text: str, other_unit: str = "", is_in_brackets: bool = False) -> 
     head_word = words[head]
     words[head] = UNIT_OF.get(head_word) or singular(head_word)
     name = " ".join(words)
-    if is_in_brackets or is_plural(head_word) or name == other_unit:
+    is_measure = "of" in words[1:] and head_word in UNIT_OF  # kg of rice
+    if is_in_brackets or is_measure or is_plural(head_word) or name == other_unit:
         return name
     return ""
 
