@@ -322,6 +322,7 @@ def main(args: Args, demo: bool = False) -> None:
     if start == 0 and args.run.eval_before and eval_data:
         logger.log(0, evaluate(policy, eval_data, eval_rows, args, packer))
     saved_weights: list[Path] = []  # folders, with --save-weights-only
+    weights_step = start  # of the newest
     for step in profiled(range(start, total_steps), args.run.profile_steps, output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
@@ -335,8 +336,9 @@ def main(args: Args, demo: bool = False) -> None:
             num_rank_rows = sum(episode.sample_index == 0 for episode in episodes)
             (num_rows,) = all_reduce([num_rank_rows])
         if minibatch is None:
-            if step > start and args.save_weights_only:
-                save_weights(policy, job, step, saved_weights)
+            if args.save_weights_only:
+                if step > weights_step:
+                    save_weights(policy, job, step, saved_weights)
             elif step > start:
                 loader.load_state_dict(position)  # a resume tries these rows again
                 checkpoints.save(step, None)
@@ -377,6 +379,7 @@ def main(args: Args, demo: bool = False) -> None:
             must_save = exit_code > 0 or checkpoints.due(step + 1, None)
             if must_save and not is_last:
                 save_weights(policy, job, step + 1, saved_weights)
+                weights_step = step + 1
         else:
             loss = metrics.get("eval/loss")
             if is_last or exit_code > 0 or checkpoints.due(step + 1, loss):

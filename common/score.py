@@ -206,9 +206,9 @@ def output_path(flags: Scoring, files: RowFiles) -> Path:
 def refuse_overwriting(output: Path, name: str, paths: list[Path]) -> None:
     """SystemExit if `output`, called `name`, is one of the files at `paths`."""
     for path in paths:
-        # two names that are not there yet may be one, too
-        is_one = output.resolve() == path.resolve()
-        if is_one or (output.exists() and path.exists() and output.samefile(path)):
+        are_files = output.exists() and path.exists()
+        is_same = output.samefile(path) if are_files else output.resolve() == path.resolve()
+        if is_same:
             raise SystemExit(f"{name} is FILE itself, or a file of --rows or --output")
 
 

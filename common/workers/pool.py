@@ -138,9 +138,9 @@ class Pool:
                 worker.take(*queue.popleft())
                 free -= 1
         for worker, error in failures:
-            # a job of all fails only if no worker is at work that could take it later
-            has_others = any(other.deadline < inf for other in self.workers)
-            if worker.queue or (self.queue and not has_others):
+            # a job that any worker may take fails only if none is busy, and could take it later
+            is_any_busy = any(other.deadline < inf for other in self.workers)
+            if worker.queue or (self.queue and not is_any_busy):
                 self.lost += self._on_failed_start(worker, error)
         # workers that are not busy are starting, or wait because `at_once` others are busy: each of
         # them will take a job

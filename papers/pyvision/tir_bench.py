@@ -26,7 +26,7 @@ MAX_CHARACTERS = 1000  # of an answer; longer ones are wrong
 # options of a question, one a line
 LINES = re.compile(r"^[^\S\n]*\(?([A-K])(?:[.:)]\s*|\s+)(.*\S)", re.MULTILINE)
 INLINE = re.compile(r"\(([A-K])\)\s*((?:(?!\([A-K]\)).)*\S)\s*(?=\([A-K]\)|$)")
-# but not the sign of 3*4 and 3 * 4
+# asterisks of emphasis, not the sign of 3*4 and 3 * 4
 BOLD = re.compile(r"(?<![0-9A-Za-z)\]}])(?<![0-9)\]}] )\*+|\*+(?![0-9A-Za-z(\\{])(?! [0-9(\\{])")
 INTEGER = re.compile(r"[0-9]+")
 NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")

@@ -175,6 +175,11 @@ def test_options_of_another_shape_are_refused(record, reason):
         ({"Body": math.nan, "Question": "q", "Answer": 2}, "q", "2"),
         ({"question": "q", "options": math.nan, "answer": "2"}, "q", "2"),
         (
+            {"problem": "p", "options": [], "choices": ["x", "y"], "answer": "A"},
+            f"p\n(A) x\n(B) y\n{prepare.CHOICE}",
+            "A",
+        ),
+        (
             {"passage": "Seven sit.", "question": "q", "options": ["x", "y"], "label": "B"},
             f"Seven sit.\n\nq\n(A) x\n(B) y\n{prepare.CHOICE}",
             "B",

@@ -96,14 +96,15 @@ def test_a_full_table_of_files_costs_workers_and_not_the_run(start, monkeypatch,
     assert "Too many open files; 1 go on" in capsys.readouterr().out
 
 
+def no_room(worker: Worker) -> None:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
 def test_no_room_to_start_a_worker_again_costs_its_job(start, monkeypatch):
     pool = start(count=1)
 
-    def full(self):
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "start", full)
+        patch.setattr(Worker, "start", no_room)
         _, lost = pool.run([job("exit"), job("1")], "x")
         assert lost["error"].startswith("no worker starts")
     assert pool.score([job("2")]) == [scored(2.0)]
@@ -134,10 +135,7 @@ def test_a_job_goes_to_an_idle_worker_if_another_does_not_start(start, monkeypat
     assert pool.score([job("1"), job("2")]) == [scored(1.0), scored(2.0)]
     pool.workers[0].kill()
 
-    def full(self):
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(Worker, "start", full)
+    monkeypatch.setattr(Worker, "start", no_room)
     assert pool.score([job("3")]) == [scored(3.0)]
 
 

@@ -1,6 +1,7 @@
 """sft.py as its users run it: real torchrun ranks, text and pictures, kills, half precision,
 export."""
 
+import io
 import json
 import math
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, kill_once, run_script, steps_of
+from PIL import Image
 from rows import write_pixel_reasoner
 from vl import write_rows, write_tiny_vl
 
@@ -315,6 +317,50 @@ def test_weights_that_cannot_be_written_cost_their_folder_alone(frozen):
         "two of this run's stay"
     )
     assert (folder / "model-step_000003/config.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def half_readable(tmp_path_factory):
+    """Two rows; the picture of the second one opens, but is cut off."""
+    folder = tmp_path_factory.mktemp("half")
+    write_tiny_vl(folder / "model")
+    picture = io.BytesIO()
+    Image.effect_noise((56, 56), 100).convert("RGB").save(picture, "PNG")
+    (folder / "cut.png").write_bytes(picture.getvalue()[:1500])
+    with (folder / "rows.jsonl").open("w") as file:
+        for prompt, images in (("2 + 2 = ?", []), ("<image> What is it?", ["cut.png"])):
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "4"}]
+            file.write(json.dumps({"messages": messages, "images": images}) + "\n")
+    return ["--model", folder / "model", "--train-data", folder / "rows.jsonl", *PIXELS]
+
+
+@pytest.mark.parametrize(
+    "options, is_there, is_not_there",
+    [
+        (["--save-weights-only"], "model-step_000001/config.json", "checkpoints"),
+        # the first case is of every time
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                # saved already: it does not make room for itself
+                (
+                    ["--save-weights-only", "--save-every", 1, "--keep-checkpoints", 1],
+                    "model-step_000001/config.json",
+                    "checkpoints",
+                ),
+                ([], "checkpoints/step_000001", "model-step_000001"),
+            )
+        ),
+    ],
+)
+def test_a_step_without_a_token_to_learn_keeps_what_was_learned(
+    half_readable, tmp_path, options, is_there, is_not_there
+):
+    options = ["--batch-size", 1, "--total-steps", 2, "--dtype", "fp32", *options]
+    done = run_script("sft.py", *half_readable, *options, "--output-dir", tmp_path, check=False)
+    assert "not one row of this step has a token to learn" in done.stdout + done.stderr
+    assert list(steps_of(tmp_path)) == [1]
+    assert (tmp_path / is_there).exists() and not (tmp_path / is_not_there).exists()
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_both(mixed, tmp_path):

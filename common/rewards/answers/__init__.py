@@ -171,6 +171,7 @@ INVERSE = r"[A-Z]\}?\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})"
 MATRIX_PRODUCT = re.compile(rf"{INVERSE}\s*\{{?[A-Z]|[A-Z]\}}?\s*\{{?{INVERSE}")
 # of a matrix: 2 \times 3
 SIZE = re.compile(r"\s*(?:[0-9]+|[a-z])\s*\\times\s*(?:[0-9]+|[a-z])\s*")
+# matrices in their order; not the letters of words and commands
 CAPITALS = re.compile(r"(?<![\\a-zA-Z])[A-Z]|(?<=[A-Z])[A-Z]")
 OF_PRODUCT = re.compile(r"\)\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})")  # (AB)^{-1}
 SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE)

@@ -46,7 +46,7 @@ def collection(text: str) -> tuple[str, list[str]]:
     match = REALS_WITHOUT.fullmatch(text)
     if match:
         numbers = items_of(match[1])
-        values = [value_of(number) for number in numbers]
+        values = [exact_value(number) for number in numbers]
         if len(numbers) > 1 and None in values:  # in no known order
             return "reals without", numbers
         if len(numbers) > 1:
@@ -76,8 +76,8 @@ def collection(text: str) -> tuple[str, list[str]]:
     return opening + closing, items
 
 
-def value_of(number: str) -> Fraction | None:
-    r"""Of \sqrt{2}, too; None of what has letters."""
+def exact_value(number: str) -> Fraction | None:
+    r"""The number that a text such as 3 or \sqrt{2} is; None for any other text."""
     value = rational(short_form(number))
     return real_value(number) if value is None else value
 
