@@ -60,7 +60,7 @@ class Progress:
         else:
             left = "nothing is done yet"
         positions = ", ".join(loop.position() for loop in loops)
-        print(f"... {positions}, {left}", flush=True)
+        print_line(f"... {positions}, {left}")
         Progress.last_print = now
 
     def position(self) -> str:
@@ -73,7 +73,7 @@ class Progress:
 def say(text: str) -> None:
     """Print a line of the run, on rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+        print_line(text)
         Progress.last_print = time.monotonic()
 
 
@@ -81,8 +81,14 @@ def break_silence(missing: str = "") -> None:
     """If rank 0 has printed nothing for SILENCE: print what it waits for, or else in which of our
     functions its main thread is."""
     if os.environ.get("RANK", "0") == "0" and time.monotonic() > Progress.last_print + SILENCE:
-        print("...", missing or f"still running: {current_function()}", flush=True)
+        print_line(f"... {missing or f'still running: {current_function()}'}")
         Progress.last_print = time.monotonic()
+
+
+def print_line(text: str) -> None:
+    """In one write: `break_silence` is called in a thread, and another thread may print, or end the
+    process, between two."""
+    print(f"{text}\n", end="", flush=True)
 
 
 def current_function() -> str:

@@ -1,6 +1,7 @@
 """How far a long phase is: lines at most every 20 seconds, of rank 0; counted is what each phase
 does."""
 
+import sys
 from threading import Thread
 
 import pytest
@@ -12,7 +13,7 @@ from vl import CROP, build_tokenizer
 
 from common.flags import Rollout
 from common.packing import Packer, TokenIndex
-from common.progress import ROOT, SILENCE, Progress, break_silence, duration
+from common.progress import ROOT, SILENCE, Progress, break_silence, duration, say
 from common.rewards import RewardWorkers
 from common.rollout.sampling import sample_episodes
 from common.rollout.trajectories import Turns
@@ -130,6 +131,22 @@ def test_silence_is_broken_by_what_is_waited_for_or_by_where_the_run_is(clock, c
     assert said("no sign of rank 1") == ["... no sign of rank 1"]
     clock[0] += SILENCE + 0.5
     assert said() == [here]
+
+
+def test_no_other_thread_can_print_within_a_line(clock, monkeypatch):
+    """On a slow machine an error was told in "...GATHER_SECONDS: expected a number"."""
+    writes = []
+    monkeypatch.setattr(sys.stdout, "write", writes.append)
+    break_silence("no sign of rank 1")
+    say("a line")
+    rewards = Progress("rewards", 256)
+    clock[0] += 64.0
+    rewards.add(128)
+    assert [text for text in writes if text] == [
+        "... no sign of rank 1\n",
+        "a line\n",
+        "... rewards 128/256, 64s left\n",
+    ]
 
 
 def test_a_function_of_a_library_is_none_of_ours(clock, capsys):
