@@ -119,7 +119,8 @@ def test_of_ranks_that_fail_at_once_the_first_prints_its_trace(monkeypatch, capf
         raise ValueError("a full disk")
 
     monkeypatch.setattr(ending, "_store", HashStore())
-    monkeypatch.setattr("common.ending.time.sleep", lambda seconds: None)
+    clock = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
+    monkeypatch.setattr("common.ending.time", clock)
     for number in (1, 0, 2):
         monkeypatch.setenv("RANK", str(number))
         assert script._outcome(main) == 1
@@ -283,7 +284,8 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 def test_what_the_command_line_is_answered_is_said_once(monkeypatch, capsys, flag):
     """By the first rank of a machine; the others wait until torchrun ends them, if it does."""
     waits = []
-    monkeypatch.setattr("common.ending.time.sleep", waits.append)
+    # `time` of that file alone: other threads of this process may sleep, too
+    monkeypatch.setattr("common.ending.time", SimpleNamespace(sleep=waits.append))
     for number in (1, 0):
         monkeypatch.setenv("LOCAL_RANK", str(number))
         with pytest.raises(SystemExit) as stop:
