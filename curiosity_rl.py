@@ -3,8 +3,8 @@
 A vision-language policy may look closer (crop an image, pick frames of a video) before it answers
 in \\boxed{}. Looking may pay less than guessing at first, and plain GRPO unlearns it. A bonus for
 trajectories that look, while few of their group do, keeps it alive until it pays. The reward is
-what is new here (below "new to curiosity"). Only the clipped loss is left of grpo.py's objective:
-no KL, corrections, dual clip or entropy bonus.
+what is new here (below "new to curiosity"). Of grpo.py's objective only the clipped loss is left, a
+word-for-word copy whose dual clip is not used: no KL, corrections or entropy bonus.
 
 Where this differs from the released code:
 
@@ -375,7 +375,7 @@ def backward(
                 tokens.old_logprobs[batch.token_index] = logprobs.detach()
             mb_tokens = tokens[batch.token_index]
             ratio = (logprobs - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO).exp()
-            # [N], [N]
+            # loss [N], clipped [N]
             loss, clipped = clipped_loss(ratio, mb_tokens.advantages, args.clip_low, args.clip_high)
             weights = token_weights(
                 args.reduction,
@@ -615,8 +615,8 @@ def main(args: Args, demo: bool = False) -> None:
         # The log is written before the checkpoint, so no checkpoint is ahead of the log.
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
-        is_end = is_last or exit_code > 0 or unscored.too_many
-        must_save = is_end or checkpoints.due(step + 1, accuracy)
+        run_ends = is_last or exit_code > 0 or unscored.too_many
+        must_save = run_ends or checkpoints.due(step + 1, accuracy)
         if must_save and not args.rollout.replay:
             checkpoints.save(step + 1, accuracy)
         if unscored.too_many:

@@ -134,7 +134,7 @@ class Args:
     teacher_prompt_column: str | None = None
     # share of prompts whose response comes from the data set, not from the student
     data_share: Share = 0.0
-    # column of these responses; EXTRA.NAME: field NAME of the object in column EXTRA
+    # column of the responses of --data-share; EXTRA.NAME: field NAME of the object in column EXTRA
     response_column: str = "response"
     eval_teacher: bool = False  # evaluate the teacher before the first step
     minibatches: Count = 1  # optimizer steps per rollout and epoch
@@ -610,7 +610,7 @@ def main(args: Args, demo: bool = False) -> None:
         else:
             with watch("sync"):
                 sync_engine(engine, policy, step)
-            # parts 1 to 3 stand in `collect`: data, rollout, rewards
+            # parts 1 to 3 are in `collect`: data, rollout, rewards
             collected = collect(rollouts, args, responses, teacher_prompts, step, watch)
             episodes = [episode for episode in collected if is_usable(episode)]
             sleep_engine(engine, policy)
@@ -682,7 +682,7 @@ def main(args: Args, demo: bool = False) -> None:
         teacher.to(job.idle_device)
         if due(step + 1, args.rollout.dump_rollouts_every):
             store_divergences(episodes, tokens.divergences)
-            # numbers, not None: by them a replay knows which episodes were trained on
+            # numbers, not None: they tell a replay which episodes were trained on
             no_advantages = [0.0] * len(episodes)
             rollouts.dump(step + 1, collected, episodes, no_advantages, packer.budget)
 
@@ -708,8 +708,8 @@ def main(args: Args, demo: bool = False) -> None:
         # The log is written before the checkpoint, so no checkpoint is ahead of the log.
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
-        is_end = is_last or exit_code > 0
-        must_save = is_end or checkpoints.due(step + 1, accuracy)
+        run_ends = is_last or exit_code > 0
+        must_save = run_ends or checkpoints.due(step + 1, accuracy)
         if must_save and not args.rollout.replay:
             checkpoints.save(step + 1, accuracy)
         if exit_code and not is_last:

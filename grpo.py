@@ -779,7 +779,7 @@ def main(args: Args, demo: bool = False) -> None:
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
         else:
-            # parts 1 to 3 stand in `collect`: data, rollout, rewards
+            # parts 1 to 3 are in `collect`: data, rollout, rewards
             with watch("sync"):
                 sync_engine(engine, policy, step)
             sampled, episodes = collect_groups(rollouts, args, group_yield, step, watch)
@@ -798,10 +798,10 @@ def main(args: Args, demo: bool = False) -> None:
         tokens = Tokens.of(episodes, index, device)
         minibatches = packer.minibatches(episodes, index, split)
         with watch("logprob"):
-            # The forward of the first update gives the old log-probs of its own minibatch, too
+            # The forward of the first update gives the old log-probs of its own minibatch: too
             # late for a KL in the reward.
-            needed_now = minibatches if args.kl_reward_coef else minibatches[1:]
-            packer.fill(tokens.old_logprobs, policy, needed_now, args.rollout.temperature)
+            minibatches_to_fill = minibatches if args.kl_reward_coef else minibatches[1:]
+            packer.fill(tokens.old_logprobs, policy, minibatches_to_fill, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
@@ -879,8 +879,8 @@ def main(args: Args, demo: bool = False) -> None:
         # The log is written before the checkpoint, so no checkpoint is ahead of the log.
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
-        is_end = is_last or exit_code > 0 or unscored.too_many
-        must_save = is_end or checkpoints.due(step + 1, accuracy)
+        run_ends = is_last or exit_code > 0 or unscored.too_many
+        must_save = run_ends or checkpoints.due(step + 1, accuracy)
         if must_save and not args.rollout.replay:
             checkpoints.save(step + 1, accuracy)
         if unscored.too_many:

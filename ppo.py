@@ -61,7 +61,7 @@ from common.flags import (
     check_shared,
     parse,
 )
-from common.hub import load_tokenizer, resolve_model
+from common.hub import UNREADABLE, load_tokenizer, resolve_model
 from common.job import Job
 from common.logger import open_logger
 from common.metrics import Means, explained_variance, rollout_means, rollout_metrics
@@ -93,7 +93,7 @@ from common.vision import Vision, load_vision
 
 @dataclass
 class Args:
-    """PPO's objective, its critic and their optimizers. What scripts share comes in groups:
+    """PPO's objective, its critic and their optimizers. Flags that scripts share are in
     common/flags.py."""
 
     gamma: Share = 1.0  # discount per token
@@ -188,8 +188,8 @@ class Critic(torch.nn.Module):
         """Value [N], float32, of the state in which each trained token was chosen, from the hidden
         state at the token before it."""
         # a smaller backbone may lack the padding at the end of the policy's vocabulary
-        num_words = self.model.get_input_embeddings().weight.shape[0]
-        batch = replace(batch, input_ids=batch.input_ids.clamp(max=num_words - 1))
+        num_embeddings = self.model.get_input_embeddings().weight.shape[0]
+        batch = replace(batch, input_ids=batch.input_ids.clamp(max=num_embeddings - 1))
         hidden = hidden_states(self.model, batch, self.attention, self.vision)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return (hidden.to(dtype) * self.head.to(dtype)).sum(-1)
@@ -518,7 +518,7 @@ def critic_backward(
         with forward_context(critic, last=i == len(minibatch.micro_batches) - 1):
             mb_tokens = tokens[batch.token_index]
             values = critic(batch)  # [N]
-            # [N], [N]
+            # loss [N], clipped [N]
             loss, clipped = value_loss(values, mb_tokens.values, mb_tokens.returns, args.value_clip)
             weights = token_weights(
                 args.reduction,
@@ -615,8 +615,7 @@ def resolve_critic(job: Job, name: str | None) -> str:
         return job.model_folder
     folder = resolve_model(name, "--critic-model")
     trust_remote_code = job.machine.trust_remote_code
-    message = f"--critic-model {name}: its files cannot be read (are all there, and whole?)"
-    with user_errors(message, DAMAGE):
+    with user_errors(f"--critic-model {name}: {UNREADABLE}", DAMAGE):
         tokenizer = load_tokenizer(folder, trust_remote_code)
         vision = load_vision(folder, job.limits, trust_remote_code)
     if tokenizer.get_vocab() != job.tokenizer.get_vocab():
@@ -788,14 +787,14 @@ def main(args: Args, demo: bool = False) -> None:
         index = TokenIndex(episodes)
         tokens = Tokens.of(episodes, index, device)
         minibatches = packer.minibatches(episodes, index, split)
-        warming_up = step < args.critic_warmup_steps  # the critic alone is trained
+        is_critic_warmup = step < args.critic_warmup_steps  # the critic alone is trained
         with watch("logprob"):
             # The forward of the first update gives the old log-probs of its own minibatch: too
             # late for a KL in the reward, and a warm-up has no update of the policy.
-            needed_now = minibatches[1:]
-            if args.kl_reward_coef or warming_up:
-                needed_now = minibatches
-            packer.fill(tokens.old_logprobs, policy, needed_now, args.rollout.temperature)
+            minibatches_to_fill = minibatches[1:]
+            if args.kl_reward_coef or is_critic_warmup:
+                minibatches_to_fill = minibatches
+            packer.fill(tokens.old_logprobs, policy, minibatches_to_fill, args.rollout.temperature)
             if reference:
                 reference.to(device)
                 packer.fill(tokens.ref_logprobs, reference, minibatches, args.rollout.temperature)
@@ -821,16 +820,17 @@ def main(args: Args, demo: bool = False) -> None:
             mean_advantages = index.sums(advantages) / index.lengths.clamp(min=1)  # [E]
             rollouts.dump(step + 1, sampled, episodes, mean_advantages.tolist(), packer.budget)
 
-        schedule = partial(
+        lr_factor_at = partial(
             lr_factor,
             warmup_steps=args.warmup_steps,
             schedule=args.lr_schedule,
             floor=args.lr_floor,
         )
-        critic_lr = args.critic_learning_rate * schedule(step, total_steps)
-        # the policy's schedule begins with its training
+        critic_lr = args.critic_learning_rate * lr_factor_at(step, total_steps)
+        # the policy's schedule begins after the critic's warm-up; at negative steps its factor is 0
         policy_step = step - args.critic_warmup_steps
-        lr = args.learning_rate * schedule(policy_step, total_steps - args.critic_warmup_steps)
+        num_policy_steps = total_steps - args.critic_warmup_steps
+        lr = args.learning_rate * lr_factor_at(policy_step, num_policy_steps)
         means = Means()
         with watch("update"):
             epochs = range(args.epochs_per_step)
@@ -846,10 +846,10 @@ def main(args: Args, demo: bool = False) -> None:
                 )
                 means.merge(update_means)
                 means.merge(critic_optimizer.step(critic_lr))
-            if warming_up and minibatches:
+            if is_critic_warmup and minibatches:
                 gap = checked_gap(tokens.rollout_logprobs, tokens.old_logprobs, max_gap, step + 1)
                 means.add("policy/rollout_logprob_gap", gap)
-            policy_epochs = [] if warming_up else epochs
+            policy_epochs = [] if is_critic_warmup else epochs
             for epoch, minibatch in Progress("update", product(policy_epochs, minibatches)):
                 # the weights are still the engine's
                 on_policy = epoch == 0 and minibatch is minibatches[0]
@@ -901,8 +901,8 @@ def main(args: Args, demo: bool = False) -> None:
         # The log is written before the checkpoint, so no checkpoint is ahead of the log.
         logger.log(step + 1, metrics)
         accuracy = metrics.get("eval/accuracy")
-        is_end = is_last or exit_code > 0 or unscored.too_many
-        must_save = is_end or checkpoints.due(step + 1, accuracy)
+        run_ends = is_last or exit_code > 0 or unscored.too_many
+        must_save = run_ends or checkpoints.due(step + 1, accuracy)
         if must_save and not args.rollout.replay:
             checkpoints.save(step + 1, accuracy)
         if unscored.too_many:

@@ -15,8 +15,8 @@ What this does that others do not:
     torchrun --nproc_per_node 4 sft.py --model Qwen/Qwen2.5-0.5B \\
         --train-data train.parquet --eval-data test.parquet
 
-What rows may look like: common/data/formats.py. Rows whose chat template shows earlier turns
-differently later are trained turn by turn: common/data/turns.py.
+What rows may look like: common/data/formats.py. Where a chat template shows a turn differently once
+another follows, each turn is a sample of its own: common/data/turns.py.
 
 Its loss is tested in tests/math/test_grpo_math.py, its gradients in tests/runs/test_sft_runs.py.
 """
@@ -61,8 +61,7 @@ from common.types import Episode
 
 @dataclass
 class Args:
-    """What is trained on, and the optimizer. What scripts share comes in groups:
-    common/flags.py."""
+    """The size of a batch, and the optimizer. Flags that scripts share are in common/flags.py."""
 
     # longest conversation (tokens, pictures included); longer ones are cut at the end
     max_tokens: Count = 1024
@@ -127,8 +126,8 @@ def backward(
 
 def one_minibatch(packer: Packer, episodes: list[Episode]) -> Minibatch | None:
     """All episodes as one minibatch; None if no token is trained on, on any rank."""
-    all_episodes = list(range(len(episodes)))
-    minibatches = packer.minibatches(episodes, TokenIndex(episodes), [all_episodes])
+    all_indices = list(range(len(episodes)))
+    minibatches = packer.minibatches(episodes, TokenIndex(episodes), [all_indices])
     return minibatches[0] if minibatches else None
 
 
@@ -193,8 +192,9 @@ def read_data(args: Args, job: Job, max_tokens: int) -> tuple[Conversations, Con
         "num_embeddings": job.num_embeddings,
     }
     eval_data = None
+    processor = job.vision.processor if job.vision else None
     with user_errors():
-        end_turns_properly(job.tokenizer, job.vision and job.vision.processor)
+        end_turns_properly(job.tokenizer, processor)
         train_data = Conversations(
             train_files, "--train-data", max_rows=args.data.max_rows, **options
         )
@@ -217,9 +217,9 @@ def usable_max_tokens(args: Args, job: Job) -> int:
     return int(job.num_positions)
 
 
-def save_weights(policy: torch.nn.Module, job: Job, step: int, saved: list[Path]) -> None:
-    """Write a Hugging Face folder, and remove the oldest of `saved` if there are more than
-    --keep-checkpoints. All ranks call it."""
+def save_weights(policy: torch.nn.Module, job: Job, step: int, folders: list[Path]) -> None:
+    """Write a Hugging Face folder and append it to `folders`; remove the oldest of them if there
+    are more than --keep-checkpoints. All ranks call it."""
     folder = job.output_dir / f"model-step_{step:06d}"
     try:
         export_hugging_face(
@@ -228,10 +228,10 @@ def save_weights(policy: torch.nn.Module, job: Job, step: int, saved: list[Path]
     except SystemExit as error:  # on rank 0 alone, and after the collectives: no rank waits
         print(f"warning: {error}; training goes on", flush=True)
         return
-    saved.append(folder)
-    if job.world.is_main and len(saved) > job.run.keep_checkpoints:
+    folders.append(folder)
+    if job.world.is_main and len(folders) > job.run.keep_checkpoints:
         with suppress(OSError):  # no reason to end a run
-            WrittenFiles(saved.pop(0)).remove()
+            WrittenFiles(folders.pop(0)).remove()
 
 
 def check_args(args: Args) -> None:
@@ -296,16 +296,16 @@ def main(args: Args, demo: bool = False) -> None:
     )
     start = checkpoints.resume(job.checkpoint)
     logger = open_logger(job, args, total_steps, checkpoints)
-    # Do the largest micro-batches fit? The rehearsal takes a conversation for a prompt, which is
-    # not trained on, and a response. Text needs the most memory if all of it but one token is
-    # trained on; of pictures, which stand in prompts, as many as fit before the last token.
+    # Do the largest micro-batches fit? To the rehearsal a conversation is a prompt, which is not
+    # trained on, and a response. Text takes the most memory if all tokens but the first are trained
+    # on. Pictures are part of prompts, so with them all tokens but the last are the prompt.
     max_prompt_tokens = max_tokens - 1 if job.vision else 1
     largest_batch = Rollout(
         prompts_per_step=args.batch_size,
         samples_per_prompt=1,
         max_prompt_tokens=max_prompt_tokens,
         max_response_tokens=max_tokens - max_prompt_tokens,
-        max_images=max_tokens,
+        max_images=max_tokens,  # no limit: a picture has at least one token
     )
     rehearsal = Rehearsal(job, packer, largest_batch, [optimizer])
     while rehearsal.is_due:
@@ -321,24 +321,24 @@ def main(args: Args, demo: bool = False) -> None:
 
     if start == 0 and args.run.eval_before and eval_data:
         logger.log(0, evaluate(policy, eval_data, eval_rows, args, packer))
-    saved_weights: list[Path] = []  # folders, with --save-weights-only
-    weights_step = start  # of the newest
+    weight_folders: list[Path] = []  # with --save-weights-only
+    weights_step = start  # the step of the newest of them
     for step in profiled(range(start, total_steps), args.run.profile_steps, output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
 
-        # 1. data; 2. rollout and 3. rewards are those of the other scripts
+        # 1. data (2. rollout and 3. rewards are for the scripts that sample)
         position = loader.state_dict()
         with watch("data"):
             episodes = episodes_of(train_data, loader.next(args.batch_size), world)
             minibatch = one_minibatch(packer, episodes)
-            # a row may have several samples: its first one counts it
+            # a row may have several samples: only its first one is counted
             num_rank_rows = sum(episode.sample_index == 0 for episode in episodes)
             (num_rows,) = all_reduce([num_rank_rows])
         if minibatch is None:
             if args.save_weights_only:
                 if step > weights_step:
-                    save_weights(policy, job, step, saved_weights)
+                    save_weights(policy, job, step, weight_folders)
             elif step > start:
                 loader.load_state_dict(position)  # a resume tries these rows again
                 checkpoints.save(step, None)
@@ -378,7 +378,7 @@ def main(args: Args, demo: bool = False) -> None:
             # no best is kept, and the last weights go to model/
             must_save = exit_code > 0 or checkpoints.due(step + 1, None)
             if must_save and not is_last:
-                save_weights(policy, job, step + 1, saved_weights)
+                save_weights(policy, job, step + 1, weight_folders)
                 weights_step = step + 1
         else:
             loss = metrics.get("eval/loss")
