@@ -20,7 +20,7 @@ DivergenceTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 @dataclass
 class Prediction:
     """A model's distributions at N positions, in a form that is computed in chunks:
-    softmax(logits / temperature), where `transform` makes the logits [N, V] of hidden @ weight.T.
+    softmax(logits / temperature), where `transform` makes the logits [N, V] from hidden @ weight.T.
     Rows are positions; words are entries of the vocabulary.
     """
 
@@ -62,8 +62,8 @@ def compare(
     int64.
 
     If the vocabularies differ in size, the divergence is between the two distributions over the
-    words that both have; the other columns are those of each whole vocabulary. Logits are computed
-    again in the backward, a slice at a time.
+    words that both have; the other columns are of each model's whole vocabulary. Logits are
+    computed again in the backward, a slice at a time.
     """
     outputs = _Compare.apply(
         student.hidden, student.weight, teacher.hidden, teacher.weight, targets,

@@ -86,7 +86,7 @@ def first_failure() -> str:
 def fail(line: str, details: str = "") -> None:
     """Report a failure to the other ranks and to the user. The first rank to fail prints `details`;
     another one waits for that, and prints its line if it differs."""
-    # half of a surrogate pair, as of a file name that is not UTF-8, cannot go through the store
+    # half of a surrogate pair, as in a file name that is not UTF-8, cannot go through the store
     line = line.encode(errors="backslashreplace").decode()
     # where there is no store that answers, the first rank of each machine prints
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -154,5 +154,5 @@ def one_rank_prints() -> Iterator[None]:
         except SystemExit as stop:
             if not stop.code:
                 raise SystemExit(0) from None
-            time.sleep(GRACE_S)  # torchrun ends this rank before that
+            time.sleep(GRACE_S)  # by then torchrun has ended this rank
             raise SystemExit(1) from None

@@ -31,7 +31,7 @@ from common.types import Episode
 from common.vision import Vision
 
 FITS = "fits"
-PATIENCE_S = 60.0  # how long a rank that has run out of memory waits for the outcome of others
+PATIENCE_S = 60.0  # how long a rank that has run out of memory waits for the others' outcomes
 
 _exchanges = itertools.count()  # numbers for the keys of the store
 
@@ -107,7 +107,7 @@ class Rehearsal:
         self._conclude(outcome, num_tokens, left_gb)
 
     def _minibatch(self) -> Minibatch:
-        """Two micro-batches, if a step has so many trajectories: the second finds the gradients of
+        """Two micro-batches, if a step has enough trajectories: the second finds the gradients of
         the first in memory."""
         share_prompts = self.packer.layout.share_prompts
         # without shared prompts each response has one of its own
@@ -118,15 +118,15 @@ class Rehearsal:
         for _ in range(2):
             # what is left of a group begins anew with its prompt, as in a pack
             first_prompt = episodes[-1].prompt_index + 1 if episodes else 0
-            longest_left = longest_episodes(
+            batch_episodes = longest_episodes(
                 self.rollout,
                 range(first_prompt, first_prompt + math.ceil(num_left / group_size)),
                 budget=self.packer.budget,
                 share_prompts=share_prompts,
                 vision=self.packer.vision,
             )[:num_left]
-            episodes += longest_left
-            num_left -= len(longest_left)
+            episodes += batch_episodes
+            num_left -= len(batch_episodes)
         index = TokenIndex(episodes)
         (minibatch,) = self.packer.minibatches(episodes, index, [list(range(len(episodes)))])
         return minibatch
@@ -164,7 +164,7 @@ class Rehearsal:
         return count
 
     def _halve(self, num_tokens: int) -> None:
-        """SystemExit if the micro-batch was a single trajectory."""
+        """Halve the tokens of a micro-batch. SystemExit if it was a single trajectory."""
         one_trajectory = longest(self.rollout)
         budget = min(self.packer.budget, num_tokens)
         if budget <= one_trajectory:
@@ -195,8 +195,9 @@ class Rehearsal:
 def outcomes_of_ranks(outcome: str, world: World) -> set[str]:
     """The outcomes of all ranks, each once.
 
-    They come through the store: a rank may hang in a collective without the one that has run out
-    of memory. That one waits PATIENCE_S for its outcome, and takes "no answer" for it.
+    They come through the store: a rank may hang in a collective that another one, out of memory,
+    does not enter. The one that is out of memory waits PATIENCE_S for the outcomes of the others;
+    one that is missing then is "no answer".
     """
     if world.size == 1:
         return {outcome}

@@ -82,8 +82,8 @@ def _print_end(message: str) -> None:
 
 
 def _outcome(main: Callable, *args: object) -> int:
-    """Run `main`; its exit code. A KeyboardInterrupt may come at any point, also while an error is
-    reported, and is passed on."""
+    """Run `main`; returns the exit code. A KeyboardInterrupt may come at any point, also while an
+    error is reported, and is passed on."""
     try:
         main(*args)
         barrier()
@@ -111,7 +111,7 @@ def _may_be_collective(error: Exception) -> bool:
 
 
 def _advice(error: Exception) -> str:
-    """The end of an error's line: what helps, where the error shows its cause; else ""."""
+    """The way out, to be added to an error's line, if its text shows the cause; else ""."""
     text = str(error)
     names_lost_rank = any(words in text for words in LOST)
     if names_lost_rank and _may_be_collective(error) and not ending.first_failure():

@@ -18,7 +18,7 @@ from common.memory.plan import peak_memory_gb
 from common.progress import say
 from common.script import stopping
 
-MAX_UNSCORED_STEPS = 3  # in a row: the run ends
+MAX_UNSCORED_STEPS = 3  # in a row; then the run ends
 
 
 def due(step: int, every: int) -> bool:
@@ -94,9 +94,9 @@ class Stopwatch:
         maxima. All ranks call it together."""
         seconds = dict(self.seconds)
         seconds["step"] = time.perf_counter() - self.start
-        ranks = gather_objects((seconds, peak_memory_gb(device)))
-        seconds_of_ranks = [seconds_of_rank for seconds_of_rank, _ in ranks]
-        peaks = [peak for _, peak in ranks]
+        measurements = gather_objects((seconds, peak_memory_gb(device)))
+        seconds_of_ranks = [seconds_of_rank for seconds_of_rank, _ in measurements]
+        peaks = [peak for _, peak in measurements]
         phases: dict[str, None] = {}  # of all ranks, in order
         for seconds_of_rank in seconds_of_ranks:
             phases |= dict.fromkeys(seconds_of_rank)
@@ -113,13 +113,13 @@ class Stopwatch:
 
 
 class UnscoredSteps:
-    """Counts steps in a row of which no response could be scored: they train nothing."""
+    """Counts the steps in a row in which no response could be scored: they train nothing."""
 
     def __init__(self) -> None:
         self.num_steps = 0
 
     def count(self, step: int, metrics: dict[str, float]) -> None:
-        """metrics: of all ranks."""
+        """Count a step; begin anew at 0 if it has a scored response. metrics: of all ranks."""
         if "reward/unscored_steps" not in metrics:
             self.num_steps = 0
             return

@@ -34,8 +34,8 @@ MAX_EXAMPLES = 20  # tokens that a message names
 
 
 def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
-    """The folder of the teacher; that of the student if there is no name. Where --attention is auto
-    and packs cannot hold the teacher, it becomes rows for the student, too.
+    """The folder of the teacher; that of the student if there is no name. If --attention is auto
+    and only rows can hold the teacher, `job.attention` becomes rows, for the student too.
 
     max_model_len: longest prompt with its response (tokens) that it reads. SystemExit if it cannot
     judge the student's tokens.
@@ -101,7 +101,7 @@ def weight_shapes(folder: str, machine: Machine) -> dict[str, torch.Size]:
 
 
 def vocabulary(tokenizer) -> dict[int, str]:
-    return {number: token for token, number in tokenizer.get_vocab().items()}
+    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
 
 
 def check_same_tokens(
@@ -117,11 +117,11 @@ def check_same_tokens(
     label: the teacher's flag and folder.
     """
     differing = []
-    for number in sorted(student.keys() | teacher.keys()):
-        student_token = student.get(number) if number < student_size else None
-        teacher_token = teacher.get(number) if number < teacher_size else None
+    for token_id in sorted(student.keys() | teacher.keys()):
+        student_token = student.get(token_id) if token_id < student_size else None
+        teacher_token = teacher.get(token_id) if token_id < teacher_size else None
         if student_token != teacher_token:
-            differing.append(f"{number}: {student_token!r}, {teacher_token!r}")
+            differing.append(f"{token_id}: {student_token!r}, {teacher_token!r}")
     if not differing:
         return
     if len(differing) > len(student) // 2:
@@ -178,17 +178,17 @@ class Responses:
             check_column(self.files, column)
             problems = text_problems(self.files, column)
             indices = train_data.usable.tolist()
-            missing = {index: problems[index] for index in indices if index in problems}
+            reasons = {index: problems[index] for index in indices if index in problems}
             known_tokens = KnownTokens(job.tokenizer, job.num_embeddings)
-            if known_tokens.unknown:
+            if known_tokens.unknown:  # else no text need be read
                 for index in indices:
-                    if index not in missing:
+                    if index not in reasons:
                         try:
                             known_tokens.check(self.text(index))
                         except BadRow as error:
-                            missing[index] = str(error)
-            self.files.refuse(missing, "rows without a response", data.bad_rows == "drop")
-            train_data.keep([index for index in indices if index not in missing])
+                            reasons[index] = str(error)
+            self.files.refuse(reasons, "rows without a response", data.bad_rows == "drop")
+            train_data.keep([index for index in indices if index not in reasons])
 
     def text(self, index: int) -> str:
         record = self.files.row(index, (self.column, first_part(self.column)))
@@ -224,12 +224,12 @@ class Predictor(Policy):
         terms: DivergenceTerms | None = None,
         as_teacher: bool = False,
     ) -> Comparison | Prediction | tuple[Tensor, ...]:
-        """Log-probs [N] and entropy [N], as `Policy` has them; with a `teacher` the `Comparison` by
-        the divergence of `terms`; `as_teacher` the prediction."""
+        """Log-probs [N] and entropy [N], as `Policy` has them. With a `teacher`: the `Comparison`
+        by the divergence of `terms`. With `as_teacher`: the model's own `Prediction`."""
         if teacher is None:
             # a teacher may lack the padding at the end of the student's vocabulary
-            num_words = self.model.get_input_embeddings().weight.shape[0]
-            batch = replace(batch, input_ids=batch.input_ids.clamp(max=num_words - 1))
+            num_embeddings = self.model.get_input_embeddings().weight.shape[0]
+            batch = replace(batch, input_ids=batch.input_ids.clamp(max=num_embeddings - 1))
         if teacher is None and not as_teacher:
             return self.logprobs(batch, temperature)
         hidden = hidden_states(self.model.base_model, batch, self.attention, self.vision)
