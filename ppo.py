@@ -185,8 +185,8 @@ class Critic(torch.nn.Module):
         self.head = torch.nn.Parameter(torch.zeros(embeddings.shape[1], dtype=dtype))
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Value [N], float32, of the state in which each trained token was chosen, from the hidden
-        state at the token before it."""
+        """Value [N], float32 (float64 for float64), of the state in which each trained token was
+        chosen, from the hidden state at the token before it."""
         # a smaller backbone may lack the padding at the end of the policy's vocabulary
         num_embeddings = self.model.get_input_embeddings().weight.shape[0]
         batch = replace(batch, input_ids=batch.input_ids.clamp(max=num_embeddings - 1))
