@@ -19,6 +19,8 @@ attention_bias = Later("torch.nn.attention.bias")
 flex = Later("torch.nn.attention.flex_attention")
 BLOCK = 128  # tokens of a block of flex attention
 WINDOW_QUERIES = 512  # queries of one SDPA call, where a window is shorter than the text
+# up to so many scores of a head, SDPA's CPU kernel takes 2 to 3 times as long as plain products
+FEW_SCORES = 2**18
 # options of transformers that change nothing here
 WITHOUT_EFFECT = {
     "is_causal",
@@ -152,8 +154,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> T
     on_cpu = query.device.type == "cpu"
     if variant.sinks is not None or variant.softcap is not None:  # SDPA has neither
         return _explicit_attention(query, key, value, variant)
-    if on_cpu and num_queries * num_keys <= 2**18:
-        # SDPA's CPU kernel takes 2 to 3 times as long
+    if on_cpu and num_queries * num_keys <= FEW_SCORES:
         return _explicit_attention(query, key, value, variant)
     group_size = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(group_size, dim=1)
@@ -161,7 +162,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> T
     if variant.window is not None:
         mask = _visible(num_queries, num_keys, variant.window, query.device)
     elif on_cpu and 2 * num_queries >= num_keys:
-        # with a mask as below, a CPU would keep a tensor [R, S] for the backward
+        # at most twice the work; with a mask as below, a CPU would keep a tensor [R, S] for the
+        # backward
         return _padded_attention(query, key, value, variant.scaling)
     else:
         mask = attention_bias.causal_lower_right(num_queries, num_keys)
@@ -169,7 +171,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, variant: Variant) -> T
 
 
 def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys each of the last queries sees, [R, S] bool."""
+    """Which of the S keys each of the last R tokens sees, [R, S] bool."""
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     mask = mask.tril(num_keys - num_queries)
     if window is not None:
@@ -225,8 +227,8 @@ def shared_prompt_flex_attention(
     model (`block_masks`). units: not used; a model hands all its layers the same keywords, and
     recurrent ones read it.
 
-    transformers' function of this kind repeats keys and values for each query head where there are
-    12, 28 or 40 of them. Sinks need a GPU.
+    transformers' function of this kind repeats keys and values for each query head if their number
+    is no power of two (12, 28, 40). Sinks need a GPU.
     """
     check_options(module, options)
     # rotary embeddings may return float32
@@ -251,8 +253,8 @@ def _attend_in_blocks(
     # here, since the compiler breaks its graph at a module that is imported later
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    # Under a compiler for any length, kernels check no bounds if they know that blocks are whole.
-    # That the lengths are equal must be known before.
+    # Kernels that are compiled for any length leave out their checks of bounds if they know that
+    # all blocks are whole. For that they must know first that the lengths are equal.
     length = query.shape[2]
     for other_length in (key.shape[2], *mask.seq_lengths):
         torch._check(length == other_length)
@@ -271,7 +273,7 @@ def _attend_in_blocks(
         return flex_attention(query, key, value, **options)
     with_sums = AuxRequest(lse=True)
     output, sums = flex_attention(query, key, value, **options, return_aux=with_sums)
-    # what the keys that have values get of the softmax, [1, H, L]
+    # the share of the softmax that the sink does not take, [1, H, L]
     share = torch.sigmoid(sums.lse - sinks.float()[:, None])
     return (output * share[..., None]).to(query.dtype)
 
@@ -364,7 +366,8 @@ def block_mask(
     lengths: list[int] = []  # of segments in tokens
     unit_of_segment: list[int] = []
     segment_in_unit: list[int] = []  # 0: the prompt
-    text_start: list[int] = []  # where the text of a segment would begin if it stood there whole
+    # where the text of a segment would begin if the prompt stood right before the segment
+    text_start: list[int] = []
     start = 0
     for i, unit in enumerate(units):
         for j, length in enumerate(unit):
@@ -432,7 +435,7 @@ def _mask_of_tables(
 
 
 def _block_distances(places: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of how far, within its text, a query of a block may stand behind a key of another:
+    """Bounds of the distance, in tokens of a text, from a key of one block to a query of another:
     the least and the greatest, [query blocks, key blocks] int32 each; places [L]."""
     padding = -len(places) % BLOCK
     padded = torch.cat([places, places[-1:].expand(padding)]).view(-1, BLOCK)
@@ -478,22 +481,23 @@ def _blocks_inside(start: int, end: int) -> slice:
 
 
 def _set_below(table: Tensor, rows: slice, columns: slice, with_diagonal: bool = False) -> None:
-    """Set what lies below the diagonal of a part of a table, in place."""
+    """Set a part of a table below the diagonal, in place. The part begins on the diagonal."""
     part = table[rows, columns]
     part |= torch.ones_like(part).tril(0 if with_diagonal else -1)
 
 
 def _block_lists(table: Tensor) -> tuple[Tensor, Tensor]:
     """For each row of a table [B, B] the number of blocks that are set, [1, 1, B] int32, and the
-    blocks, those that are set first, [1, 1, B, B] int32."""
+    numbers of all blocks, those that are set first, [1, 1, B, B] int32."""
     counts = table.sum(-1).to(torch.int32)
     order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts[None, None], order[None, None].contiguous()  # also of a transposed table
+    # the order of a transposed table is not contiguous
+    return counts[None, None], order[None, None].contiguous()
 
 
 def register_attention() -> None:
-    """Register all with transformers under names of our own: Qwen2.5-VL refuses flex attention
-    under its usual name."""
+    """Register these functions with transformers under names of our own: Qwen2.5-VL refuses flex
+    attention under its usual name."""
     register = transformers.AttentionInterface.register
     register("shared_prompts", shared_prompt_attention)
     register("shared_prompts_flex", shared_prompt_flex_attention)

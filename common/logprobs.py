@@ -166,10 +166,10 @@ def _logit_gradients(
     if temperature != 1:
         logits.div_(temperature)
     logp = logits.sub_(logsumexp)
-    slope = -grad_logprobs
+    coefficient = -grad_logprobs  # of p in d loss / dz
     if grad_entropy is not None:
-        slope = slope.addcmul(logp + entropy, grad_entropy, value=-1)
-    grad_logits = logp.exp_().mul_(slope)
+        coefficient = coefficient.addcmul(logp + entropy, grad_entropy, value=-1)
+    grad_logits = logp.exp_().mul_(coefficient)
     num_words = logp.shape[1]
     if torch.compiler.is_compiling():  # a scatter would be a kernel of its own
         is_target = places[:, None] == torch.arange(num_words, device=places.device)

@@ -161,13 +161,13 @@ class Packer:
         return self.current_minibatches
 
     def _pack_minibatches(self) -> None:
-        longest = self.episodes
-        if self.teacher_episodes is not None:  # a bin holds the longer one of both prompts
+        to_measure = self.episodes
+        if self.teacher_episodes is not None:  # bins have room for the longer of both prompts
             pairs = zip(self.episodes, self.teacher_episodes, strict=True)
-            longest = [max(pair, key=lambda episode: len(episode.prompt_ids)) for pair in pairs]
+            to_measure = [max(pair, key=lambda episode: len(episode.prompt_ids)) for pair in pairs]
         for minibatch in self.current_minibatches:
             bins = make_bins(
-                longest, minibatch.episode_indices, self.index, self.budget, self.layout
+                to_measure, minibatch.episode_indices, self.index, self.budget, self.layout
             )
             minibatch.micro_batches = self._micro_batches_of(bins, self.episodes)
             minibatch.teacher_batches = minibatch.micro_batches
@@ -388,8 +388,8 @@ def _next_bin(
 def _largest_cut(
     episodes: Sequence[Episode], groups: list[_Group], room: int
 ) -> tuple[_Group, _Group] | None:
-    """The group of which the most tokens fit into `room`, and the part that fits; None if no
-    episode does."""
+    """The group with the largest part that fits into `room` tokens, and that part; None if no
+    episode fits."""
     largest: tuple[_Group, _Group] | None = None
     for group in groups:
         indices = _episodes_that_fit(episodes, group, room)
@@ -498,8 +498,8 @@ class _Row:
         response_length = len(episode.response_ids)
         self._add_segment(episode, start=prompt_length, end=prompt_length + response_length)
         self.units[-1].append(response_length)
-        for i, trained in enumerate(episode.loss_mask):
-            if trained:
+        for i, is_trained in enumerate(episode.loss_mask):
+            if is_trained:
                 # a token is predicted at the one before it, the first one at the prompt's last
                 before = response_start + i - 1 if i > 0 else self.prompt_end - 1
                 self.hidden_index.append(before)
