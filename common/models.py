@@ -68,8 +68,8 @@ def hidden_states(
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
-    """values[index], whose gradient is added up in one order where indices repeat: on CPUs the
-    threads of that of `values[index]` race, on GPUs those of `index_select`."""
+    """values[index]; where indices repeat, its gradient is added up in a fixed order. Threads race
+    in the backward of `values[index]` on CPUs, and in that of `index_select` on GPUs."""
     return values.index_select(0, index) if values.device.type == "cpu" else values[index]
 
 
@@ -88,7 +88,8 @@ def embed_pictures(model: nn.Module, batch: MicroBatch, vision: Vision) -> dict[
         patches, grids = vision.patches(media, embeddings.device)
         output = model.visual(patches.to(model.visual.dtype), grid_thw=grids)
         features = output.pooler_output.to(embeddings.dtype)
-        deepstack = getattr(output, "deepstack_features", None) or []  # of some of its layers
+        # the features of some of the tower's layers
+        deepstack = getattr(output, "deepstack_features", None) or []
     if not batch.media:  # 0 times its features: so the tower has its backward, too
         unused = sum(level.sum() for level in [features, *deepstack])
         return {"inputs_embeds": embeddings + 0 * unused}
@@ -303,8 +304,8 @@ def read_weights(path: str, flag: str, config, assemble: Callable, options: dict
 
     By hand (`from_config` on the meta device, then `convert_and_load_state_dict_in_model` and
     `_finalize_model_loading`) bits, memory and seconds are the same: results/benchmarks/README.md.
-    That needs more of what is private, and the dtypes of parameters, the files and the generation
-    config would be ours to find.
+    But that uses more private functions, and we would have to find the dtypes of parameters, the
+    files and the generation config ourselves.
     """
     base = transformers.PreTrainedModel
     read = base._load_pretrained_model

@@ -41,8 +41,8 @@ class HostBase:
         self.on_device = True
 
     def _replace(self, of_copy: Callable[[Tensor], Tensor]) -> None:
-        """Each frozen weight by what `of_copy` makes of its copy, in the way of Module.to, which
-        FSDP2 knows: the parameters stay the same objects."""
+        """Replace each frozen weight by what `of_copy` makes of its copy, as Module.to does, which
+        FSDP2 supports: the parameters stay the same objects."""
         remaining = dict(self.copies)  # a tied weight has two places, and is replaced once
 
         def replaced(tensor: Tensor) -> Tensor:

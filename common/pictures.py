@@ -195,8 +195,8 @@ class Media:
     @property
     def num_tokens(self) -> int:
         """Visual tokens; there may be text between those of a video."""
-        frames, rows, columns = self.grid
-        return frames * rows * columns // 4
+        num_pairs, rows, columns = self.grid
+        return num_pairs * rows * columns // 4
 
     @cached_property
     def uuid(self) -> str:

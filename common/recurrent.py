@@ -2,11 +2,11 @@
 prompt has left.
 
 A recurrent layer of transformers is a causal convolution over a few tokens (LFM2 has no more than
-that), and behind it a gated delta rule or the scan of Mamba-2. The module of a model has these
-functions by name, and its layers pass them the keywords of the model's forward. Here they learn
-the keyword `units`, the lengths of a pack's segments (`MicroBatch.units`), which attention gets
-too: a prompt is computed once, and each of its responses starts from the state of its recurrence
-and from its last inputs of the convolution.
+that), and behind it a gated delta rule or the scan of Mamba-2. The Python module that defines a
+model has these functions by name, and the layers pass them the keywords of the model's forward.
+Here they learn the keyword `units`, the lengths of a pack's segments (`MicroBatch.units`), which
+attention gets too: a prompt is computed once, and each of its responses starts from the state of
+its recurrence and from its last inputs of the convolution.
 """
 
 import inspect
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 # model_type of language models whose recurrent layers are exact in packs, as
-# tests/math/test_recurrent.py has seen; layers of others would drop `units` in silence
+# tests/math/test_recurrent.py shows; layers of others would silently ignore `units`
 RECURRENT_MODELS = {
     "bamba",
     "falcon_h1",
@@ -160,8 +160,8 @@ def scan_over_pack(
 
 
 def fused_over_pack(fused: Callable, units: list[list[int]], *arguments, **options) -> None:
-    """mamba-ssm's convolution and scan in one know no state to start from: None, and the layer
-    calls both apart."""
+    """None, upon which the layer calls convolution and scan one by one: mamba-ssm's kernel for both
+    cannot start from a state."""
     return None
 
 

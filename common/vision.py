@@ -296,7 +296,8 @@ def skeleton(path: str, trust_remote_code: bool = False, flag: str = "--model") 
 
 
 def load_vision(path: str, limits: PixelLimits, trust_remote_code: bool = False) -> Vision | None:
-    """None for a model that reads text alone, or that is of none of the FAMILIES."""
+    """The `Vision` of a model's folder; None for a model that reads text alone, or that is of none
+    of the FAMILIES."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if config.model_type not in FAMILIES:
         return None
