@@ -74,7 +74,7 @@ class GuardedAdamW:
         self.weight_decay = weight_decay
         self.max_grad_norm = max_grad_norm
         self.offload = offload
-        self.host_moments: HostMoments = {}  # with `offload`, of all that has been on the host
+        self.host_moments: HostMoments = {}  # with `offload`, of each that has been on the host
         self.prefix = prefix
         self.skipped = 0  # steps in a row
 
@@ -84,8 +84,8 @@ class GuardedAdamW:
         return self.loss_scale.scale
 
     def reserve_moments(self) -> list[torch.Tensor]:
-        """Allocate tensors in place of those of Adam's moments that the device does not hold yet:
-        of a model that has made no step, or whose moments are on the host."""
+        """Allocate stand-ins for those of Adam's moments that the device does not hold: before the
+        first step, or while they are on the host."""
         reserved: list[torch.Tensor] = []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -109,14 +109,14 @@ class GuardedAdamW:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = gathered(torch.nn.utils.get_total_norm(gradients))
         grad_norm = norm.item() / self.scale
-        finite = math.isfinite(grad_norm)
-        if finite:
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
             self._clip_and_step(gradients, grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         # before the update of the scale, which may become the lowest one by this step
         is_lowest_scale = self.scale <= 1.0
-        self.loss_scale.update(finite)
-        if finite:
+        self.loss_scale.update(is_finite)
+        if is_finite:
             self.skipped = 0
         elif is_lowest_scale:  # above it fp16 searches its scale by skipping steps
             self.skipped += 1
@@ -124,7 +124,7 @@ class GuardedAdamW:
             raise SystemExit(TOO_MANY_SKIPPED)
         means = Means()
         means.add(f"{self.prefix}/grad_norm", grad_norm)
-        means.add_total("optim/skipped_steps", not finite, on_every_rank=True)
+        means.add_total("optim/skipped_steps", not is_finite, on_every_rank=True)
         return means
 
     def _clip_and_step(self, gradients: list[torch.Tensor], grad_norm: float) -> None:
@@ -159,8 +159,8 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 def move_states(
     optimizer: torch.optim.Optimizer, device: torch.device, host_moments: HostMoments
 ) -> None:
-    """Adam's moments to a device; its step counts stay where they are. On the host each has one
-    place, which `host_moments` keeps.
+    """Move Adam's moments to a device; its step counts stay where they are. On the host each has
+    one place, which `host_moments` keeps.
 
     Nothing waits for the copies: before the moments are read on the host, `torch.cuda.synchronize`
     is due.

@@ -84,11 +84,11 @@ class LossScale:
             return cls(scale=2.0**14, dynamic=True)
         return cls()
 
-    def update(self, finite: bool) -> None:
-        """Adapt to a step whose gradients were `finite`, or not."""
+    def update(self, is_finite: bool) -> None:
+        """Adapt to a step. is_finite: whether its gradients were."""
         if not self.dynamic:
             return
-        if not finite:
+        if not is_finite:
             self.scale = max(self.scale / 2, 1.0)
             self.good_steps = 0
             return
