@@ -85,7 +85,8 @@ def exchange(
 ) -> tuple[list[Episode], list[Episode]]:
     """`sampled` and `trained` of this rank once each prompt is on its rank, sorted. A prompt that
     has no rank stays."""
-    trained_of = {episode.sample: episode for episode in trained}  # a copy, if it is masked
+    # by sample: with --mask-truncated an episode to train on may be a copy of the sampled one
+    trained_of = {episode.sample: episode for episode in trained}
     # (sampled episode, the one to train on, if there is one)
     pairs_here: list[tuple[Episode, Episode | None]] = []
     departures: list[tuple[Episode, Episode | None]] = []

@@ -110,7 +110,7 @@ class Checkpoints:
             f"{checkpoint} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
         ):
             # Another run may have measured its best on other rows. The best step's folder may have
-            # been removed; without a best step this is the folder of all steps.
+            # been removed; without a best step the name is "", and the path is that of all steps.
             if self.resumes_own and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step
@@ -244,16 +244,16 @@ class Checkpoints:
         for adamw in self.optimizers.values():
             has_lora = any(adapters(adamw.model))  # then what is frozen is not saved
             for parameter in adamw.model.parameters():
-                num_bytes = parameter.numel() * parameter.element_size()
+                parameter_bytes = parameter.numel() * parameter.element_size()
                 if parameter.requires_grad:
-                    size += 3 * num_bytes
+                    size += 3 * parameter_bytes
                 elif not has_lora:
-                    size += num_bytes
+                    size += parameter_bytes
         return size
 
     def note_if_none_is_due(self, total_steps: int, rows_per_step: int | None = None) -> None:
         """Print a line if --save-every asks for no checkpoint before the last step. rows_per_step:
-        that it takes from the data; None if that varies."""
+        rows of the data that a step takes; None if that varies."""
         next_step = total_steps
         if self.save_every == "epoch":
             if not rows_per_step:

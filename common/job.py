@@ -78,8 +78,8 @@ class Job:
         self.world = init_world(run.stall_minutes)
         if demo:
             say("no --model given: running the embedded demo")
-        # on every rank, needed there or not, since it is a collective: that some have an
-        # --output-dir and others none is found later, by `check_same`
+        # a collective: every rank calls it, even one that has an --output-dir, since others may
+        # have none, which `check_same` finds later
         default_folder = default_output_dir(script, run.model)
         self.output_dir = run.output_dir or default_folder
 
@@ -253,7 +253,7 @@ class Job:
         policy.to(self.world.device)  # wrap_model places parameters; this moves the buffers
         check_policy(policy, self.compute_dtype, f"--model {self.model_folder}")
         self._copy_base(policy)
-        # shared: sync_engine also moves the bases that are loaded later
+        # the same list, no copy: `sync_engine` also moves the base of a critic that is loaded later
         policy.host_bases = self.host_bases
         return policy
 
@@ -298,7 +298,7 @@ class Job:
             lora_flags=None,  # a teacher gets no adapters
             max_model_len=max_model_len,
         )
-        teacher.to(self.world.device)  # checked on the device on which it computes
+        teacher.to(self.world.device)  # `check_policy` computes with it
         check_policy(teacher, self.compute_dtype, f"--teacher {path}")
         return teacher.to(self.idle_device)
 
@@ -351,7 +351,8 @@ class Job:
         machine = self.machine
         has_lora = machine.lora_rank > 0
         on_gpu = self.world.device.type == "cuda"
-        # On a GPU a reference is gathered anew for its one forward: the memory is worth more.
+        # On GPUs the layers of a frozen model are gathered one after the other: memory is scarcer
+        # than time.
         may_stay = trained or not on_gpu
         stays_gathered = may_stay and keeps_gathered(machine, self.world.size, on_gpu)
         options = {
