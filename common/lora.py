@@ -58,7 +58,7 @@ class LoraLinear(nn.Linear):
 
     @classmethod
     def adapt(cls, layer: nn.Linear, machine: Machine, generator: torch.Generator) -> None:
-        """Convert a layer in place: FSDP2 keeps what it has sharded of it."""
+        """Convert a layer in place: FSDP2, which has sharded its weight, refers to this module."""
         weight = layer.weight
         rank = machine.lora_rank
         options = {
@@ -67,7 +67,7 @@ class LoraLinear(nn.Linear):
         }
         layer.__class__ = cls
         layer.scale = machine.lora_alpha / rank
-        layer.adapted = True
+        layer.uses_adapter = True
         layer.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, **options))
         # zeros: at first W is W0
         layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, **options))
@@ -79,7 +79,7 @@ class LoraLinear(nn.Linear):
             layer.lora_A.data.copy_(initial)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.adapted:
+        if not self.uses_adapter:
             return linear(x, self.weight, self.bias)
         return MergedLinear.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
 
@@ -131,8 +131,8 @@ class Base(nn.Module):
         layers = [layer for _, layer in adapters(self.model)]
         try:
             for layer in layers:
-                layer.adapted = False
+                layer.uses_adapter = False
             return self.model(*inputs, **options)
         finally:
             for layer in layers:
-                layer.adapted = True
+                layer.uses_adapter = True
