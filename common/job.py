@@ -35,7 +35,7 @@ from common.flags import (
     tracker_names,
 )
 from common.hub import UNREADABLE, check_weights, load_tokenizer, resolve_model
-from common.lora import Base
+from common.lora import WithoutAdapters
 from common.machines import check_same, facts_of_machine, lock_everywhere
 from common.manifest import BEGIN_ANEW, model_identity, read_manifest, read_record, weights_identity
 from common.memory.estimate import keeps_gathered
@@ -278,7 +278,7 @@ class Job:
         """The policy before training, frozen, in the dtype that FSDP2 would cast it to; with LoRA
         its base."""
         if self.machine.lora_rank:
-            return Base(policy)
+            return WithoutAdapters(policy)
         self._register_frozen("reference", self.model_folder, "another reference")
         return self._load_frozen(self.model_folder).to(self.idle_device)
 
@@ -290,7 +290,7 @@ class Job:
         response (tokens) that it reads."""
         self._register_frozen("teacher", path, "another teacher")
         if self.machine.lora_rank and path == self.model_folder:
-            return Base(policy)
+            return WithoutAdapters(policy)
         teacher = self._load_frozen(
             path,
             flag="--teacher",

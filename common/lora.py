@@ -120,7 +120,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
             yield name, module
 
 
-class Base(nn.Module):
+class WithoutAdapters(nn.Module):
     """An adapted model as it was before: the same weights, without the adapters."""
 
     def __init__(self, model: nn.Module):

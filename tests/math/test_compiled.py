@@ -30,7 +30,7 @@ from common.exactness import COMPILED, check_policy, choose_compile
 from common.flags import Machine, Rollout
 from common.job import check_activation_memory
 from common.logprobs import LogitTransform, token_logprobs
-from common.lora import Base, adapters, merged
+from common.lora import WithoutAdapters, adapters, merged
 from common.memory.estimate import activation_bytes
 from common.memory.shape import model_shape
 from common.models import hidden_states, load_model
@@ -293,10 +293,12 @@ def test_adapted_layers_are_compiled_once(tmp_path, world, graphs, compiler):
         assert relative_l2(ours, backward(plain, batch)) < 1e-5
     assert len(graphs) == FORWARDS + 1  # the input of the first layer needs no gradient
     with torch.no_grad():
-        expected = Base(plain)(batch)
+        expected = WithoutAdapters(plain)(batch)
         for _ in range(2):
             with forward_context(policy):
-                torch.testing.assert_close(Base(policy)(batch), expected, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(
+                    WithoutAdapters(policy)(batch), expected, rtol=1e-4, atol=1e-5
+                )
     assert len(graphs) == FORWARDS + 2  # without adapters
     assert not compiler["graph_break"]
 

@@ -17,7 +17,7 @@ from common.distributed import repeated_blocks
 from common.export import export_hugging_face, save_adapter
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
-from common.lora import Base, adapters, add_adapters, merged
+from common.lora import WithoutAdapters, adapters, add_adapters, merged
 from common.models import full_parameters, load_model
 from common.packing import TokenIndex, pack
 from common.shards import saved_weights
@@ -99,7 +99,7 @@ def test_a_fresh_adapter_changes_nothing_and_the_base_stays_what_it_was():
             sent = dict(full_parameters(policy))
         moved = policy(batch)[0]
         assert (moved - original).abs().mean() > 0.1
-        assert torch.equal(Base(policy)(batch)[0], original)
+        assert torch.equal(WithoutAdapters(policy)(batch)[0], original)
         assert torch.equal(policy(batch)[0], moved)
     now = policy.model.state_dict()
     assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
