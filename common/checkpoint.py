@@ -30,7 +30,7 @@ from common.data.order import RowOrder
 from common.distributed import World, gather_objects
 from common.ending import reached
 from common.files import DAMAGE, replace_file, shorten, user_errors
-from common.lora import adapters
+from common.lora import adapted_layers
 from common.manifest import (
     BEGIN_ANEW,
     MANIFEST,
@@ -242,7 +242,7 @@ class Checkpoints:
         memory."""
         size = 0
         for adamw in self.optimizers.values():
-            has_lora = any(adapters(adamw.model))  # then what is frozen is not saved
+            has_lora = any(adapted_layers(adamw.model))  # then what is frozen is not saved
             for parameter in adamw.model.parameters():
                 parameter_bytes = parameter.numel() * parameter.element_size()
                 if parameter.requires_grad:

@@ -29,7 +29,7 @@ from common.distributed import World, repeated_blocks
 from common.files import user_errors
 from common.flags import Machine, call_program
 from common.hub import load_tokenizer, resolve_model, split_hub_id
-from common.lora import adapters, add_adapters
+from common.lora import adapted_layers, add_adapters
 from common.manifest import (
     WrittenFiles,
     make_unfinished,
@@ -214,7 +214,7 @@ def export_hugging_face(
         for file in temporary.iterdir():
             if file.is_file():
                 file.chmod(0o644)  # safetensors lets only the owner read
-        if any(adapters(model)):
+        if any(adapted_layers(model)):
             save_adapter(model, base, temporary / "adapter")
         WrittenFiles(folder).replace(temporary)
     except (OSError, SafetensorError) as error:
@@ -249,7 +249,7 @@ def generation_config(model: nn.Module, tokenizer) -> "transformers.GenerationCo
 def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
     """Write the adapters in the format of Hugging Face's PEFT, for the model `base`, which is the
     --model of the run."""
-    layers = dict(adapters(model))
+    layers = dict(adapted_layers(model))
     tensors: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
         for part in ("lora_A", "lora_B"):

@@ -113,7 +113,7 @@ def add_adapters(
         raise SystemExit(f"{flag}: {reason}; head and embeddings are not adapted")
 
 
-def adapters(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
     """(name, layer) of the adapted layers of a model."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
@@ -128,7 +128,7 @@ class WithoutAdapters(nn.Module):
         self.model = model
 
     def forward(self, *inputs: object, **options: object) -> tuple[Tensor, ...]:
-        layers = [layer for _, layer in adapters(self.model)]
+        layers = [layer for _, layer in adapted_layers(self.model)]
         try:
             for layer in layers:
                 layer.uses_adapter = False

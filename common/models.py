@@ -13,7 +13,7 @@ from common.files import user_errors
 from common.flags import Machine
 from common.hub import check_weights
 from common.logprobs import LogitTransform, is_greedy, token_logprobs
-from common.lora import adapters, add_adapters, merged
+from common.lora import adapted_layers, add_adapters, merged
 from common.offload import HostBase
 from common.packing import MicroBatch
 from common.pictures import blank
@@ -341,12 +341,12 @@ def full_parameters(
     model = policy.model
     head = model.get_output_embeddings().weight
     device = policy.host_bases[0].device if policy.host_bases else head.device
-    adapted_layers = dict(adapters(model))
+    layer_of_name = dict(adapted_layers(model))
     for name, parameter in model.named_parameters(remove_duplicate=True):
         layer_name, _, kind = name.rpartition(".")
         if kind in ("lora_A", "lora_B"):
             continue
-        adapted_layer = adapted_layers.get(layer_name) if kind == "weight" else None
+        adapted_layer = layer_of_name.get(layer_name) if kind == "weight" else None
         tensor = parameter.detach().to(device)  # it may be on the host
         if dtype is not None and adapted_layer is None:
             tensor = tensor.to(dtype)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from common.distributed import World, broadcast_object, gather_objects, reshard, world_size
 from common.files import shorten
-from common.lora import adapters
+from common.lora import adapted_layers
 from common.manifest import BEGIN_ANEW, MANIFEST, complete_steps, step_folder, verify_step
 from common.optimizer import make_moments
 from common.torch_repair import Later
@@ -66,7 +66,7 @@ def saved_tensors(
     tensors = {f"{name}.model.{path}": tensor for path, tensor in saved_weights(model).items()}
     if optimizer:
         make_moments(optimizer)  # else torch would take a step with zero gradients, and count it
-        options = state_dict.StateDictOptions(ignore_frozen_params=any(adapters(model)))
+        options = state_dict.StateDictOptions(ignore_frozen_params=any(adapted_layers(model)))
         moments = state_dict.get_optimizer_state_dict(model, optimizer, options=options)
         # without its param_groups: learning rate and betas are those of this run
         for path, state in moments["state"].items():
@@ -79,7 +79,7 @@ def saved_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a model that a checkpoint has, no copies: all of them, tied ones once; with
     LoRA those that are trained."""
     state = state_dict.get_model_state_dict(model)
-    if any(adapters(model)):
+    if any(adapted_layers(model)):
         return {name: state[name] for name, p in model.named_parameters() if p.requires_grad}
     names = {name for name, _ in model.named_parameters()}
     for name, _ in model.named_parameters(remove_duplicate=False):

@@ -30,7 +30,7 @@ from common.exactness import COMPILED, check_policy, choose_compile
 from common.flags import Machine, Rollout
 from common.job import check_activation_memory
 from common.logprobs import LogitTransform, token_logprobs
-from common.lora import WithoutAdapters, adapters, merged
+from common.lora import WithoutAdapters, adapted_layers, merged
 from common.memory.estimate import activation_bytes
 from common.memory.shape import model_shape
 from common.models import hidden_states, load_model
@@ -284,7 +284,7 @@ def test_adapted_layers_are_compiled_once(tmp_path, world, graphs, compiler):
     plain = load_model(str(tmp_path), "sdpa", **options)
     policy = load_model(str(tmp_path), "flex", compile_layers=True, wrap=wrap, **options)
     for model in (plain, policy):
-        for _, layer in adapters(model):
+        for _, layer in adapted_layers(model):
             layer.lora_B.data.fill_(0.01)
     check_policy(policy, torch.float32, "qwen2")
     for length in (400, 10, 200, 90):

@@ -17,7 +17,7 @@ from common.distributed import repeated_blocks
 from common.export import export_hugging_face, save_adapter
 from common.flags import Machine
 from common.hub import load_tokenizer, resolve_model
-from common.lora import WithoutAdapters, adapters, add_adapters, merged
+from common.lora import WithoutAdapters, adapted_layers, add_adapters, merged
 from common.models import full_parameters, load_model
 from common.packing import TokenIndex, pack
 from common.shards import saved_weights
@@ -40,7 +40,7 @@ def lora(targets: str = "all") -> Machine:
 
 def move_adapters(model: nn.Module, size: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(5)
-    for _, layer in adapters(model):
+    for _, layer in adapted_layers(model):
         layer.lora_B.data.normal_(std=size, generator=generator)
 
 
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_explicit_adapters():
     loss.backward()
     leaves = {}
     weights = {}
-    for name, layer in adapters(policy):
+    for name, layer in adapted_layers(policy):
         a = layer.lora_A.detach().clone().requires_grad_()
         b = layer.lora_B.detach().clone().requires_grad_()
         leaves[name] = (a, b)
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_explicit_adapters():
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert len(leaves) == 2 * 7
-    for name, layer in adapters(policy):
+    for name, layer in adapted_layers(policy):
         a, b = leaves[name]
         assert a.grad.abs().max() > 1e-3
         assert b.grad.abs().max() > 1e-3
@@ -154,7 +154,10 @@ def test_targets_that_match_nothing_are_refused(targets, message):
 
 def test_targets_are_layers_by_name():
     policy = load_model(TINY, "sdpa", lora_flags=lora(targets="q_proj,down_proj"))
-    assert {name.rpartition(".")[2] for name, _ in adapters(policy)} == {"q_proj", "down_proj"}
+    assert {name.rpartition(".")[2] for name, _ in adapted_layers(policy)} == {
+        "q_proj",
+        "down_proj",
+    }
 
 
 def test_a_warning_says_that_experts_are_not_adapted(capsys):
@@ -180,7 +183,7 @@ def test_a_warning_says_that_experts_are_not_adapted(capsys):
 
 def test_all_may_be_named_among_others():
     policy = load_model(TINY, "sdpa", lora_flags=lora(targets="all,q_proj"))
-    assert len({name.rpartition(".")[2] for name, _ in adapters(policy)}) == 7
+    assert len({name.rpartition(".")[2] for name, _ in adapted_layers(policy)}) == 7
 
 
 def test_a_checkpoint_holds_adapters_alone(tmp_path):

@@ -21,7 +21,7 @@ from common.distributed import gathered, make_mesh, wrap_model
 from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import EngineConfig
 from common.flags import Machine
-from common.lora import adapters
+from common.lora import adapted_layers
 from common.models import Policy, full_parameters, load_model, sleep_engine, sync_engine
 from common.offload import HostBase
 from common.optimizer import HostMoments, move_states
@@ -63,7 +63,7 @@ def policy(folder, world):
     shard = partial(wrap_model, mesh=make_mesh(world, "fsdp"), compute_dtype=torch.float32)
     policy = load_model(str(folder), "sdpa", wrap=shard, lora_flags=Machine(lora_rank=4))
     generator = torch.Generator().manual_seed(3)
-    for _, layer in adapters(policy.model):
+    for _, layer in adapted_layers(policy.model):
         layer.lora_B.data.normal_(std=0.1, generator=generator)
     return policy
 
@@ -163,7 +163,7 @@ class CountingEngine(HuggingFaceEngine):
 def test_the_base_is_on_the_device_only_while_the_engine_sleeps(policy, folder, world):
     frozen = [p for p in policy.parameters() if not p.requires_grad]
     base_bytes = sum(p.untyped_storage().nbytes() for p in map(gathered, frozen))
-    adapted = [layer.weight for _, layer in adapters(policy.model)]
+    adapted = [layer.weight for _, layer in adapted_layers(policy.model)]
     largest_bytes = max(gathered(weight).nbytes for weight in adapted)
     options = {"end_ids": [], "max_model_len": 64, "sleep_level": 0}
     engine = CountingEngine(EngineConfig(str(folder), torch.float32, world, **options))

@@ -32,7 +32,7 @@ from common.distributed import (
     wrap_model,
 )
 from common.flags import Machine
-from common.lora import adapters, add_adapters
+from common.lora import adapted_layers, add_adapters
 from common.packing import Layout, Minibatch, TokenIndex, pack
 from common.script import run
 from common.teacher import Predictor
@@ -146,7 +146,7 @@ def make_models(
             wrap_model(model, mesh, dtype, shards_own_parameters=not lora)
         if lora:
             add_adapters(model.model, layers, Machine(lora_rank=4, lora_alpha=8.0))
-        for _, layer in adapters(model):
+        for _, layer in adapted_layers(model):
             layer.lora_B.data.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
     return models | {"teacher": teacher}
 
