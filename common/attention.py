@@ -227,8 +227,8 @@ def shared_prompt_flex_attention(
     model (`block_masks`). units: not used; a model hands all its layers the same keywords, and
     recurrent ones read it.
 
-    transformers' function of this kind repeats keys and values for each query head if their number
-    is no power of two (12, 28, 40). Sinks need a GPU.
+    transformers' function of this kind repeats keys and values for each query head if the number of
+    heads is no power of two (12, 28, 40). Sinks need a GPU.
     """
     check_options(module, options)
     # rotary embeddings may return float32
