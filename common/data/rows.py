@@ -48,7 +48,7 @@ NO_ROWS = {  # the beginning of a file that was saved instead of rows -> what it
     b"<!doctype html": "a web page: download the file that it shows",
     b"<html": "a web page: download the file that it shows",
 }
-PREPARED = ("countdown", "geo3k", "gsm8k", "math")  # programs that write data/NAME in the docs
+PREPARED = ("countdown", "geo3k", "gsm8k", "math")  # the docs let these programs write data/NAME
 MAX_DEPTH = 32  # of nesting in a row of JSON: pickling, printing and rendering it recurse
 
 
@@ -56,10 +56,10 @@ class RowFiles:
     """The rows of several files, numbered across the files.
 
     paths: a list, or separated by commas; files, patterns, or ids of data sets of the hub
-    (`download`). flag: the one that names them, for messages. max_rows: of all files together.
-    convert: gives the table to use in place of a file's. once: returns, on all ranks of a machine,
-    what a function gives on the first of them. FileNotFoundError and ValueError name the flag and
-    the file.
+    (`hub_arrow_files`). flag: the one that names them, for messages. max_rows: of all files
+    together. convert: makes of a file's table the one to use. once: returns, on all ranks of a
+    machine, what a function gives on the first of them. FileNotFoundError and ValueError name the
+    flag and the file.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class RowFiles:
         if table.schema.metadata != LINES or table.column_names != [JSON_LINE]:
             return f"{self.paths[file]} row {row}"
         lines = table.slice(0, row + 1).column(0)
-        num_blank = pc.sum(pc.count_substring(lines, b"\n")).as_py()  # see `lines_of`
+        # `lines_of` puts a newline in front of a row for each blank line before it
+        num_blank = pc.sum(pc.count_substring(lines, b"\n")).as_py()
         return f"{self.paths[file]} line {row + 1 + num_blank}"
 
     def folder(self, index: int) -> Path:
@@ -183,7 +184,7 @@ def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | Non
     if once:
         names = once(partial(arrow_files, path, flag))
     elif is_hub_id(path):
-        names = download(str(path), flag)
+        names = hub_arrow_files(str(path), flag)
     if names:
         tables = [pa.ipc.open_stream(pa.memory_map(name)).read_all() for name in names]
         return pa.concat_tables(tables)
@@ -192,24 +193,49 @@ def read_file(path: Path, flag: str, once: Callable[[Callable], list[str]] | Non
 
 
 def arrow_files(path: Path, flag: str) -> list[str]:
-    """Arrow files of the rows: of a file, one in TMPDIR; of an id of the hub, those of `download`.
+    """Paths of Arrow files with the rows: for a file one in TMPDIR, for an id of the hub those of
+    `hub_arrow_files`.
 
     An empty list if a file cannot be read, or if there is no room for its rows.
     """
     if is_hub_id(path):
-        return download(str(path), flag)
+        return hub_arrow_files(str(path), flag)
     try:
         with tempfile.TemporaryFile(prefix="rows-") as file, open_rows(path, flag) as rows:
             with pa.ipc.new_stream(file, rows.schema) as writer:
                 for batch in rows:
                     writer.write_batch(batch)
             file.flush()
-            # it keeps the file, which has no name, for the ranks that will map it
+            # keeps the file, which has no name, for the ranks that will map it
             descriptor = os.dup(file.fileno())
     except (OSError, ValueError):
         return []  # each rank reads the file itself, and raises what is wrong with it
     pa.default_memory_pool().release_unused()
     return [f"/proc/{os.getpid()}/fd/{descriptor}"]  # gone with this process, however that ends
+
+
+def hub_arrow_files(name: str, flag: str) -> list[str]:
+    """Paths of Arrow files of ORG/NAME[[:CONFIG]:SPLIT] in the cache of the package datasets.
+
+    It downloads what the cache lacks. ValueError if that fails.
+    """
+    repository = name
+    config: list[str] = []
+    split = "train"
+    if ":" in name:
+        repository, *config, split = name.split(":")
+    try:
+        from datasets import load_dataset
+
+        with hub_errors():
+            data = load_dataset(repository, *config, split=split, keep_in_memory=False)
+    except Exception as error:
+        # not installed, no network, no such id, configuration or split, a broken file, ...
+        raise ValueError(
+            f"{flag}: no such file: {name}; nor is there a data set of the hub "
+            f"(ORG/NAME:CONFIG:SPLIT, with `pip install datasets`): {error}"
+        ) from error
+    return [file["filename"] for file in data.cache_files]
 
 
 @contextmanager
@@ -244,8 +270,8 @@ def open_rows(path: Path, flag: str) -> Iterator[pa.RecordBatchReader]:
             yield pa.RecordBatchReader.from_batches(parquet.schema_arrow, validated(batches))
             return
         refuse_other_kinds(path, start)
-        are_lines = kind_of(path).startswith((".jsonl", ".ndjson"))
-        lines, metadata = json_rows(json_text(path), are_lines)
+        named_as_lines = kind_of(path).startswith((".jsonl", ".ndjson"))
+        lines, metadata = json_rows(json_text(path), named_as_lines)
         column = pa.array(lines, pa.large_binary())
         yield pa.table({JSON_LINE: column}, metadata=metadata).to_reader()
     except (pa.ArrowException, EOFError, OSError, RecursionError, ValueError, zlib.error) as error:
@@ -281,13 +307,15 @@ def json_text(path: Path) -> bytes:
     return content.removeprefix(codecs.BOM_UTF8)
 
 
-def json_rows(content: bytes, are_lines: bool) -> tuple[list[bytes], dict[bytes, bytes] | None]:
+def json_rows(
+    content: bytes, named_as_lines: bool
+) -> tuple[list[bytes], dict[bytes, bytes] | None]:
     """The rows of a text of JSON, and the metadata of their table.
 
     The metadata are LINES if each row is a line; None if the text is a list of rows, or an object
-    with such a list as "data". are_lines: whether the name of the file says that rows are lines;
-    then an object in one line is a row. ValueError for a list that is broken, and for an object
-    that has its rows elsewhere.
+    with such a list as "data". named_as_lines: whether the name of the file says that rows are
+    lines; then an object in one line is a row. ValueError for a list that is broken, and for an
+    object that has its rows elsewhere.
     """
     lines = lines_of(content)
     if len(lines) > 1 and is_json(lines[0]):
@@ -295,31 +323,29 @@ def json_rows(content: bytes, are_lines: bool) -> tuple[list[bytes], dict[bytes,
     try:
         value = json.loads(content)
     except (RecursionError, ValueError):
-        only_first_row_is_broken = len(lines) > 1 and is_json(lines[1])
-        is_list = bool(lines) and lines[0].lstrip().startswith(b"[")
-        if is_list and not only_first_row_is_broken:
+        first_line = lines[0].strip() if lines else b""
+        # the first of several rows is broken; but a line "[" begins a list of rows
+        is_broken_row = first_line != b"[" and len(lines) > 1 and is_json(lines[1])
+        if first_line.startswith(b"[") and not is_broken_row:
             raise
         return lines, LINES  # `json_record` gives the reason for each that is broken
     rows = None  # unless the whole text is a list, or an object that holds one
-    is_line = len(lines) == 1
+    is_one_line = len(lines) == 1
     if isinstance(value, list):
         rows = value
-    elif isinstance(value, dict) and not (are_lines and is_line):
-        rows = rows_within(value, is_line)
+    elif isinstance(value, dict) and not (named_as_lines and is_one_line):
+        rows = rows_within(value, is_one_line)
     if rows is None:
         return lines, LINES
     return [json.dumps(row).encode() for row in rows], None
 
 
-def rows_within(value: dict, is_line: bool) -> list | None:
-    """The rows of an object that is a whole file; None if it looks like the only row.
-
-    is_line: whether it is in one line.
-    """
+def rows_within(value: dict, is_one_line: bool) -> list | None:
+    """The rows of an object that is a whole file; None if it looks like the only row."""
     keys_of_rows = [key for key in ROW_LISTS if is_list_of_objects(value.get(key))]
     if keys_of_rows == ["data"]:
         return value["data"]
-    if is_line and not keys_of_rows:
+    if is_one_line and not keys_of_rows:
         return None
     keys = shorten(", ".join(map(repr, value)), 200)
     raise ValueError(
@@ -356,30 +382,6 @@ def lines_of(content: bytes) -> list[bytes]:
     return lines
 
 
-def download(name: str, flag: str) -> list[str]:
-    """Arrow files of ORG/NAME[[:CONFIG]:SPLIT], from the cache of the package datasets.
-
-    It downloads what the cache lacks. ValueError if that fails.
-    """
-    repository = name
-    config: list[str] = []
-    split = "train"
-    if ":" in name:
-        repository, *config, split = name.split(":")
-    try:
-        from datasets import load_dataset
-
-        with hub_errors():
-            data = load_dataset(repository, *config, split=split, keep_in_memory=False)
-    except Exception as error:
-        # not installed, no network, no such id, configuration or split, a broken file, ...
-        raise ValueError(
-            f"{flag}: no such file: {name}; nor is there a data set of the hub "
-            f"(ORG/NAME:CONFIG:SPLIT, with `pip install datasets`): {error}"
-        ) from error
-    return [file["filename"] for file in data.cache_files]
-
-
 def batch_size(columns: list[str]) -> int:
     """Rows to hold at a time: few if there are pictures as bytes."""
     return 32 if {"image", "images", "videos"} & set(columns) else 4096
@@ -397,20 +399,22 @@ def records_of_table(table: pa.Table) -> Iterator[dict | str]:
 
 def json_record(line: bytes) -> dict | str:
     """The object of a line of JSON, or the reason why it is none."""
+    too_deep = f"nested deeper than {MAX_DEPTH}"
     try:
         record = json.loads(line.lstrip())
-        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and too_deep(record):
-            raise RecursionError
     except RecursionError:
-        return f"nested deeper than {MAX_DEPTH}"
+        return too_deep
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         return f"invalid JSON: {error}"
+    # few rows have so many brackets, and only those are searched
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and is_too_deep(record):
+        return too_deep
     if not isinstance(record, dict):
         return f"a JSON {type(record).__name__}, expected an object"
     return record
 
 
-def too_deep(value: object) -> bool:
+def is_too_deep(value: object) -> bool:
     """Whether a value of JSON nests deeper than MAX_DEPTH."""
     level = [value]
     for _ in range(MAX_DEPTH):

@@ -163,6 +163,11 @@ BROKEN = {
         json.dumps(ROWS, indent=1)[:200].encode(),
         "Unterminated|Expecting",
     ),
+    "half a list with a comma in front of each row": (
+        "a.json",
+        ("[\n" + "\n,".join(map(json.dumps, ROWS))).encode(),
+        "Expecting",
+    ),
     "half a parquet file": (
         "a.parquet",
         parquet(ROWS)[:500],
