@@ -4,12 +4,12 @@ from common.data.rows import JSON_LINE, RowFiles
 
 
 def first_part(column: str) -> str:
-    """The column of a file that holds EXTRA.NAME: EXTRA."""
+    """The column of a file that holds `column`: EXTRA of EXTRA.NAME; else itself."""
     return column.partition(".")[0]
 
 
 def column_value(record: dict, column: str) -> object:
-    """A row's value of a column, or of EXTRA.NAME, which is in an object; None without one."""
+    """A row's value of a column; EXTRA.NAME may be a key of an object. None if there is none."""
     if column in record:
         return record[column]
     value: object = record
@@ -19,7 +19,7 @@ def column_value(record: dict, column: str) -> object:
 
 
 def check_column(files: RowFiles, column: str) -> None:
-    """ValueError if a file lacks the column. Of lines of JSON each is looked at with its row."""
+    """ValueError if a file lacks the column; lines of JSON may each have other ones."""
     for path, table in zip(files.paths, files.tables):
         names = table.column_names
         if JSON_LINE not in names and not {column, first_part(column)} & set(names):

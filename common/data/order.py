@@ -7,7 +7,8 @@ import numpy as np
 
 def steps_of(epochs: float, num_rows: int, rows_per_step: int) -> int:
     """Steps for so many passes over the data; the last step may begin another pass."""
-    steps = round(epochs * num_rows / rows_per_step, 6)  # 0.07 epochs of 100 rows are 7, not 8
+    # rounded: 0.07 * 100 is 7.000000000000001, and `ceil` would make 8 of it
+    steps = round(epochs * num_rows / rows_per_step, 6)
     return max(1, ceil(steps))
 
 
@@ -55,19 +56,19 @@ class RowOrder:
 
     def load_state_dict(self, state: dict) -> None:
         """SystemExit if the saved position belongs to another data set or seed."""
-        anew = "or give another --output-dir or --resume never"
+        remedy = "or give another --output-dir or --resume never"
         for name in ("num_rows", "seed"):
             saved = state[name]
             now = getattr(self, name)
             if saved != now:
                 raise SystemExit(
                     f"--resume: {name} of the training data was {saved}, now it is {now}; go on "
-                    f"with the same flags, {anew}"
+                    f"with the same flags, {remedy}"
                 )
         saved = state["fingerprint"]
         if saved != self.fingerprint:
             raise SystemExit(
                 "--resume: the training data has other rows than before (fingerprint "
-                f"{saved}, now {self.fingerprint}); go on with the same files, {anew}"
+                f"{saved}, now {self.fingerprint}); go on with the same files, {remedy}"
             )
         self.consumed = state["consumed"]
