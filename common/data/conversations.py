@@ -63,7 +63,7 @@ def conversation_episodes(
     index: int,
     max_tokens: int,
 ) -> list[Episode]:
-    """The samples of a conversation: one, or if the chat template rewrites earlier turns one for
+    """The samples of a conversation: one, or, if the chat template rewrites earlier turns, one for
     each turn that is trained on. Those with nothing to learn within `max_tokens` are left out;
     BadRow if none remains."""
     messages = conversation.messages
@@ -207,7 +207,7 @@ class Conversations:
         progress = self.files.progress()
         fingerprint = Fingerprint()
         unread: Counter[tuple[str, ...]] = Counter()  # keys that are not read -> number of rows
-        split = SplitRows()
+        split_rows = SplitRows()
         for i, record in enumerate(self.files.records()):
             progress.add()
             fingerprint.add(record)
@@ -224,7 +224,7 @@ class Conversations:
             # a token has about four characters
             report.costs[i] = sum(picture_tokens) + num_characters / 4
             if len(split_lengths) > 1:
-                split.add(split_lengths)
+                split_rows.add(split_lengths)
                 # each sample repeats the turns before it
                 report.costs[i] *= sum(split_lengths) / split_lengths[-1]
             if conversation.last_two_turns:
@@ -239,8 +239,8 @@ class Conversations:
             report.note_misreadings(
                 "".join(texts), picture_tokens, has_control_tokens, self.tokenizer
             )
-        if split.num_rows > 0:
-            report.notes[str(split)] = split.num_rows
+        if split_rows.num_rows > 0:
+            report.notes[str(split_rows)] = split_rows.num_rows
         note_unread_keys(unread, report.notes)
         report.fingerprint = str(fingerprint)
         return report
@@ -335,8 +335,8 @@ class Conversations:
             prompt = sample.text[:start]
             check_prompt(messages[:last], without_spaces(prompt))
             # a prompt may open the thoughts that the message's text begins with
-            thoughts_start = len(prompt.rstrip().removesuffix(THOUGHTS_OPEN))
-            turn = without_spaces(sample.text[thoughts_start:end])
+            turn_start = len(prompt.rstrip().removesuffix(THOUGHTS_OPEN))
+            turn = without_spaces(sample.text[turn_start:end])
             check_thoughts([messages[last]], turn)
             check_texts([messages[last]], turn)
             self.known_tokens.check(sample.text)
@@ -399,8 +399,8 @@ class Conversations:
         return len(self.usable)
 
     def episodes(self, n: int) -> list[Episode]:
-        """The samples of row n, see `conversation_episodes`; [], after a warning, if it cannot be
-        used now: such as when a picture has gone."""
+        """The samples of usable row n, see `conversation_episodes`; [] after a warning if it cannot
+        be used now, as when a picture is gone."""
         i = int(self.usable[n])
         try:
             conversation, _ = self._read(self.files.row(i))

@@ -80,8 +80,8 @@ def read_conversation(
     for i, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise BadRow(f"unknown role {message['role']!r}, expected one of {', '.join(ROLES)}")
-        by_default = not last_two_turns or i in (len(messages) - 1, len(messages) - 3)
-        is_trained = take_train_flag(message, by_default)
+        default = not last_two_turns or i in (len(messages) - 1, len(messages) - 3)
+        is_trained = take_train_flag(message, default)
         # a first message has no prompt
         train.append(is_trained and message["role"] == "assistant" and i > 0)
     if not any(train):
@@ -89,8 +89,8 @@ def read_conversation(
     return Conversation(messages, pictures, train, last_two_turns)
 
 
-def take_train_flag(message: dict, by_default: bool) -> bool:
-    """Whether a message is trained on: by its own flag, which is removed, or else `by_default`.
+def take_train_flag(message: dict, default: bool) -> bool:
+    """Whether a message is trained on: by its own flag, which is removed, or else the default.
 
     The flag is `train`, `loss` (AgentInstruct, xtuner) or `weight` (OpenAI).
     """
@@ -99,7 +99,7 @@ def take_train_flag(message: dict, by_default: bool) -> bool:
     weight = message.pop("weight", None)
     if train in NO or loss in NO or weight == 0:
         return False
-    return by_default or train in YES or loss in YES
+    return default or train in YES or loss in YES
 
 
 def unread_keys(record: Mapping) -> list[str]:
@@ -148,9 +148,9 @@ def read_item(item: Mapping) -> tuple[str, object]:
     if len(present) != 1:
         raise BadRow(f"item {item!r:.80} has {len(present)} of the keys text, image, video")
     kind, value = present[0]
-    malformed_text = kind == "text" and not isinstance(value, str)
-    malformed_video = kind == "video" and not isinstance(value, list)
-    if malformed_text or malformed_video:
+    is_bad_text = kind == "text" and not isinstance(value, str)
+    is_bad_video = kind == "video" and not isinstance(value, list)
+    if is_bad_text or is_bad_video:
         raise BadRow(f"item {item!r:.80}: a text is a string, and a video the list of its frames")
     return kind, value
 
