@@ -77,10 +77,12 @@ class PromptData:
     used, with file, row, reason and the flag that helps.
 
     max_rows: how many rows of the concatenated files are used, counted before bad ones are dropped.
-    has_environment_class: --environment is a class, not a function; then, and with --eval-only, a
-    row needs no truth. world: all ranks call this, and the first rank of each machine scans for the
-    others. prompt_column: the column to read instead of "prompt", EXTRA.NAME for a key of an
-    object; its prompts may be as long as --max-prompt-tokens and --max-response-tokens together.
+    world: all ranks call this, and the first rank of each machine scans for the others.
+    num_embeddings: of the model, for `KnownTokens`. has_environment_class: whether --environment is
+    a class, not a function. needs_truth: whether a row without a ground truth is unusable; it never
+    is with such a class, nor with --eval-only. prompt_column: the column to read instead of
+    "prompt", EXTRA.NAME for a key of an object; its prompts may be as long as --max-prompt-tokens
+    and --max-response-tokens together.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class PromptData:
         self.prompt_column = prompt_column
         self.max_prompt_tokens = rollout.max_prompt_tokens
         self.length_limit = f"--max-prompt-tokens {self.max_prompt_tokens}"
-        if prompt_column != "prompt":  # a prompt of its own may hold a solution, too
+        if prompt_column != "prompt":  # a teacher's prompt may hold a solution, too
             self.max_prompt_tokens = rollout.max_model_len
             flags = "--max-prompt-tokens plus --max-response-tokens"
             self.length_limit = f"{flags}: {self.max_prompt_tokens}"
@@ -326,8 +328,8 @@ class PromptData:
                     )
             except BadRow as error:
                 bad_rows[index] = str(error)
-            # a number for a list, a text of JSON that nests too deep, ...
             except (AttributeError, LookupError, RecursionError, TypeError) as error:
+                # a number for a list, a text of JSON that nests too deep, ...
                 bad_rows[index] = f"malformed: {type(error).__name__}: {error}"
             else:
                 prepared[index] = row

@@ -159,6 +159,7 @@ class Lengths:
         texts: row -> (text, number of tokens to add to those of the text).
         """
         estimates = self._estimate(texts)
+        # a margin for estimates that are too low
         near_limit = [i for i, length in estimates.items() if length + length // 16 + 8 > limit]
         num_tokens = self._count([texts[i][0] for i in near_limit])
         too_long: dict[int, str] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from common.data import visual_qa
 from common.data.media import for_interpreter
 from common.data.render import bare_text, without_nulls
 from common.data.rows import JSON_LINE, records_of_table
@@ -36,9 +37,9 @@ def to_verl(
     with_tools: bool,
     needs_truth: bool = True,
 ) -> pa.Table:
-    """The table of a file in verl's columns; it may have those of Pixel Reasoner before.
+    """The table of a file in verl's columns; one in Pixel Reasoner's is converted.
 
-    needs_truth: whether a ground truth is required. ValueError if the table has neither columns.
+    needs_truth: whether a ground truth is required. ValueError if it has the columns of neither.
     """
     columns = table.column_names
     if columns == [JSON_LINE]:
@@ -46,11 +47,9 @@ def to_verl(
         if not isinstance(first_row, dict):
             return table  # empty, or a first line that is no object, which is reported as a bad row
         columns = list(first_row)
-    if not set(columns) >= set(REQUIRED):
-        from common.data import visual_qa
-
-        if set(columns) >= visual_qa.COLUMNS:
-            return visual_qa.to_verl(table, path, media_root, with_tools)
+    is_verl = set(columns) >= set(REQUIRED)
+    if not is_verl and set(columns) >= visual_qa.COLUMNS:
+        return visual_qa.to_verl(table, path, media_root, with_tools)
     missing = []
     for name in REQUIRED:
         if name not in columns and (needs_truth or name != "reward_model"):
@@ -183,30 +182,30 @@ def interaction_kwargs(record: Mapping) -> dict:
     return without_nulls(info.get("interaction_kwargs")) or {}
 
 
-def answer_kwargs(record: Mapping, answered: str) -> dict | None:
+def answer_kwargs(record: Mapping, answered_rows: str) -> dict | None:
     """A row's keyword arguments for the function that answers it; None if none does.
 
-    answered: which rows are answered: "all", "own" (those with arguments for it) or "none".
+    answered_rows: "all", "own" (those with arguments for the function) or "none".
     """
     if record.get("agent_name") == "single_turn_agent":
         return None
     kwargs = interaction_kwargs(record)
-    if answered == "all" or (answered == "own" and kwargs):
+    if answered_rows == "all" or (answered_rows == "own" and kwargs):
         return kwargs
     return None
 
 
-def ignored_request(record: Mapping, tools: Mapping[str, Tool], answered: str) -> str:
+def ignored_request(record: Mapping, tools: Mapping[str, Tool], answered_rows: str) -> str:
     """What verl's columns ask for in a row and the flags do not provide; "" if nothing.
 
-    answered: as in `answer_kwargs`.
+    answered_rows: as in `answer_kwargs`.
     """
-    if interaction_kwargs(record) and answered == "none":
+    if interaction_kwargs(record) and answered_rows == "none":
         return "extra_info.interaction_kwargs: no function is given as --environment"
     agent = record.get("agent_name") or ""
     if tools or agent not in ("", "tool_agent"):
         return ""
-    unanswered = agent == "tool_agent" and answer_kwargs(record, answered) is None
-    if unanswered or without_nulls(tools_kwargs(record)):
+    is_unanswered = agent == "tool_agent" and answer_kwargs(record, answered_rows) is None
+    if is_unanswered or without_nulls(tools_kwargs(record)):
         return "agent_name tool_agent, or extra_info.tools_kwargs: no --tools are given"
     return ""

@@ -77,11 +77,11 @@ def lines_to_verl(
     return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}, metadata=table.schema.metadata)
 
 
-def convert(record: Mapping, file: str, prefix: str, with_tools: bool) -> dict:
-    """A row in verl's columns. file: the name of its file. prefix: what its paths lack."""
+def convert(record: Mapping, stem: str, prefix: str, with_tools: bool) -> dict:
+    """A row in verl's columns. stem: of its file's name. prefix: what its paths lack."""
     question = cell_text(record["question"])
     qid = cell_text(record["qid"])
-    benchmark = qid.partition("-")[0] if "-" in qid else file
+    benchmark = qid.partition("-")[0] if "-" in qid else stem
     paths = paths_of(record)
     pictures: list[str] = []
     if all(isinstance(path, str | None) for path in paths):
