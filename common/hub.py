@@ -65,7 +65,7 @@ def resolve_model(name: str, flag: str = "--model") -> str:
         return str(FOLDERS[name])
     if name == "smollm2" and not Path(name).is_dir():
         return prepared_smollm2(flag)
-    refuse_path(name, flag)
+    refuse_wrong_path(name, flag)
     folder = Path(name) if Path(name).is_dir() else download(name, flag)
     with user_errors(f"{flag} {name}: {UNREADABLE}"):
         check_files(folder)
@@ -80,7 +80,7 @@ def resolve_model(name: str, flag: str = "--model") -> str:
     raise SystemExit(f"{flag} {name}: no config.json or no tokenizer in it; {remedy}")
 
 
-def refuse_path(name: str, flag: str) -> None:
+def refuse_wrong_path(name: str, flag: str) -> None:
     """SystemExit for a checkpoint, and for a path of something that is no folder: the hub would not
     know them either."""
     path = Path(name)
@@ -131,10 +131,10 @@ def check_files(folder: Path) -> None:
             if not file.is_file():
                 raise ValueError(f"{file.name} is a folder, a pipe or a device")
             if file.name in JSON_FILES:
-                check_object(file)
+                check_json_file(file)
 
 
-def check_object(file: Path) -> None:
+def check_json_file(file: Path) -> None:
     """ValueError if a file of a model holds no JSON object, or an end token that is no id."""
     try:
         values = json.loads(file.read_text("utf-8"))
@@ -181,7 +181,7 @@ def shards_of(index: Path, flag: str) -> list[str]:
     """The names of the files that an index lists. SystemExit for a damaged index."""
     place = f"{flag} {index.parent}"
     with user_errors(f"{place}: {UNREADABLE}"):
-        check_object(index)
+        check_json_file(index)
     values = json.loads(index.read_text("utf-8"))
     weight_map = values.get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
@@ -213,17 +213,17 @@ def check_weights(
     prefix = f"{flag} {path}: its files have"
     no_place = f"for which {type(model).__name__} has no place, by its config.json"
     if missing:
-        wrapped = [name for name in unknown if name.endswith(f".{missing[0]}")]
-        if wrapped:
-            instead = (
-                f", but {wrapped[0]}: a wrapper was saved (torch.compile, DataParallel); "
+        explanation = ""
+        # a wrapper puts a prefix in front of all names, such as _orig_mod.
+        wrapped_names = [name for name in unknown if name.endswith(f".{missing[0]}")]
+        if wrapped_names:
+            explanation = (
+                f", but {wrapped_names[0]}: a wrapper was saved (torch.compile, DataParallel); "
                 "save the model inside it"
             )
         elif refused:
-            instead = f", but {refused[0]}, {no_place}"
-        else:
-            instead = ""
-        raise SystemExit(f"{prefix} no {missing[0]}{instead}")
+            explanation = f", but {refused[0]}, {no_place}"
+        raise SystemExit(f"{prefix} no {missing[0]}{explanation}")
     if refused:
         raise SystemExit(f"{prefix} {refused[0]}, {no_place}")
     if reshaped:
@@ -237,8 +237,9 @@ def check_weights(
 def compare_weights(
     model: nn.Module, path: str, flag: str
 ) -> tuple[list[str], list[str], list[tuple]]:
-    """(names that a folder's files lack, names that `model` has no place for, (name, shape in the
-    files, shape in the model) of those that differ). SystemExit for unreadable files."""
+    """Three lists: names that a folder's files lack, names that `model` has no place for, and
+    (name, shape in the files, shape in the model) of those that differ. SystemExit for unreadable
+    files."""
     _, report, _ = load_on_meta(model, path, flag)
     buffers = dict(model.named_buffers())
     unknown: list[str] = []
@@ -330,12 +331,13 @@ def download(name: str, flag: str, kinds: Sequence[str] = HUB_FILES) -> Path:
                 ignore_patterns=f"{subfolder}*/*",
             )
         except huggingface_hub.errors.RevisionNotFoundError as error:
-            shown = revision or "main"
+            missing = revision or "main"
             raise SystemExit(
-                f"{flag} {name}: {repository} has no branch, tag or commit {shown}"
+                f"{flag} {name}: {repository} has no branch, tag or commit {missing}"
             ) from error
         folder = Path(snapshot, subfolder)
-        if "*.safetensors" in kinds and not any(folder.glob("*.safetensors")):  # an older one
+        # older repositories have their weights as .bin
+        if "*.safetensors" in kinds and not any(folder.glob("*.safetensors")):
             huggingface_hub.snapshot_download(
                 repository,
                 revision=revision,
@@ -372,7 +374,7 @@ def prepared_smollm2(flag: str) -> str:
     SystemExit with that process's message if it fails."""
     cache = cache_folder()
     folder = cache / SMOLLM2
-    # it appears complete, by a rename; ranks that prepare it at once wait for the first
+    # it appears complete, by a rename; if several ranks prepare it, the others wait for the first
     if folder.exists():
         return str(folder)
     problem = f"smollm2 is kept in {cache}, which cannot be written (XDG_CACHE_HOME: another place)"
@@ -382,7 +384,7 @@ def prepared_smollm2(flag: str) -> str:
     module = "common.assets.build.smollm2"
     process = subprocess.run(
         [sys.executable, "-m", module, "--cache", str(cache.parent)],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[1],  # where `-m` finds common/
         stderr=subprocess.PIPE,
         text=True,
     )
