@@ -91,7 +91,7 @@ class FirstRetry(logging.Filter):
 @contextmanager
 def hub_errors() -> Iterator[None]:
     """Around a download from the hub: ConnectionError with one line if it does not answer or
-    refuses; SystemExit if the disk is full."""
+    refuses; SystemExit if the disk is full, or its folder cannot be written."""
     logger = logging.getLogger("huggingface_hub.utils._http")
     first_retry = FirstRetry()
     logger.addFilter(first_retry)
@@ -100,7 +100,7 @@ def hub_errors() -> Iterator[None]:
     except Exception as error:
         from huggingface_hub import errors
 
-        # network, HTTP, a proxy, offline; RuntimeErrors are of its Xet
+        # network, HTTP, a proxy, offline; a RuntimeError from the hub's Xet
         if not isinstance(error, OSError | RuntimeError | errors.HTTPError):
             raise
         problem = hub_problem(error)
@@ -126,7 +126,7 @@ def hub_problem(error: Exception) -> str:
         return "the hub wants its terms to be accepted, on its page there, and `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "the hub has none of this name; one that is private needs `hf auth login`"
-    cause = error.__cause__ or error  # of "check your connection" the reason
+    cause = error.__cause__ or error  # the reason behind "check your connection"
     return shorten(" ".join(str(cause).split()), 300)
 
 
@@ -141,8 +141,8 @@ def memory_advice(phase: str) -> Iterator[None]:
             raise
         if memory == "GPU memory":
             remedy = (
-                "lower --engine-memory, add --offload optimizer (of a KL the reference, too; "
-                "of LoRA the base), or use more GPUs"
+                "lower --engine-memory, add --offload optimizer (with a KL also reference, with "
+                "LoRA also base), or use more GPUs"
             )
         else:
             remedy = "lower --engine-memory, or give the machine more memory"

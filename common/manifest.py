@@ -28,22 +28,23 @@ UNFINISHED = ".unfinished"
 
 def digest(file: Path) -> list:
     """[bytes, SHA-256] of a file."""
-    with file.open("rb") as opened:
-        return [file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest()]
+    with file.open("rb") as stream:
+        return [file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest()]
 
 
 def fingerprint(file: Path) -> str:
     """Size, and short SHA-256 of the first MiB, of the last, and of 4 KiB at NUM_SAMPLES places
     between them: training changes weights everywhere in a file, but may leave its ends as they are,
     such as a frozen vision tower."""
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
+    with file.open("rb") as stream:
+        descriptor = stream.fileno()
+        size = os.fstat(descriptor).st_size
         last = max(0, size - 2**20)
         sha = hashlib.sha256()
         for i in range(NUM_SAMPLES):
-            sha.update(os.pread(opened.fileno(), 2**12, last * i // NUM_SAMPLES))
+            sha.update(os.pread(descriptor, 2**12, last * i // NUM_SAMPLES))
         for start in (0, last):
-            sha.update(os.pread(opened.fileno(), 2**20, start))
+            sha.update(os.pread(descriptor, 2**20, start))
     return f"{size} bytes, {sha.hexdigest()[:12]}"
 
 
@@ -231,11 +232,11 @@ class WrittenFiles:
             if self.list_file.is_file():
                 fingerprints = dict(json.loads(self.list_file.read_text()))
         names: list[str] = []
-        for name, written in fingerprints.items():
+        for name, old_fingerprint in fingerprints.items():
             path = self.folder / name
-            # behind no link
-            is_plain = path.is_file() and path.resolve() == self.folder.resolve() / name
-            if is_plain and fingerprint(path) == written:
+            # behind a link would be a file of another folder
+            is_own = path.is_file() and path.resolve() == self.folder.resolve() / name
+            if is_own and fingerprint(path) == old_fingerprint:
                 names.append(name)
         return names
 
