@@ -221,8 +221,8 @@ def read_published(source: str) -> list[Problem]:
             raise ValueError(f"{place}: expected the columns target and nums, found {columns}")
         nums = record["nums"]
         target = record["target"]
-        is_list = isinstance(nums, list) and nums
-        if not is_list or not all(is_int64(number) for number in (*nums, target)):
+        has_nums = isinstance(nums, list) and len(nums) > 0
+        if not has_nums or not all(is_int64(number) for number in (*nums, target)):
             raise ValueError(
                 f"{place}: nums {nums!r:.80} and target {target!r:.80}, expected integers of 64 "
                 "bits"
@@ -238,8 +238,8 @@ def is_int64(number: object) -> bool:
 def split_published(
     rows: list[Problem], train_size: int, test_size: int
 ) -> tuple[list[Problem], list[Problem]]:
-    """(train, test) as in TinyZero: the first train_size rows but those that occur in test, and the
-    next test_size rows."""
+    """(train, test) as in TinyZero: the first train_size rows without those that occur in test, and
+    the next test_size rows."""
     if len(rows) < train_size + test_size:
         raise ValueError(
             f"--source has {len(rows)} rows, fewer than {train_size} train + {test_size} test"

@@ -65,7 +65,7 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
         paths = split_files(source, split, "--source")
     if not paths:
         raise FileNotFoundError(
-            f'--source {source}: no {split}.jsonl in it, .json or .parquet (expected it, or "hub")'
+            f'--source {source}: no {split}.jsonl, .json or .parquet in it (expected one, or "hub")'
         )
     files = RowFiles(paths, "--source")
     rows = []

@@ -43,6 +43,7 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 SPLITS = ("train", "test")
 CHOICE = "Answer with the letter of the right option."
 LETTERS = "ABCDEFGHIJK"
+# ends the stem of a part of a split: -00000-of-00002
 SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]{16})?$")
 OPTION_MARK = re.compile(r"(?:^|\s)\(?([A-K])[).:]\s*")
 
@@ -60,8 +61,8 @@ def main(args: Args) -> None:
     # read everything first: a bad line leaves no half data set behind
     rows: dict[str, list[dict]] = {split: [] for split in SPLITS}
     problems = []
-    from_hub = is_hub(args.source, REPOSITORY)
-    for split, row in read_hub() if from_hub else read_files(args.source):
+    split_rows = read_hub() if is_hub(args.source, REPOSITORY) else read_files(args.source)
+    for split, row in split_rows:
         if isinstance(row, str):
             problems.append(row)
             continue
@@ -98,12 +99,13 @@ def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
     for path in source_files(source):
         files = RowFiles([path], "--source")
         stem = SHARD.sub("", stem_of(path))
-        name, ending = re.fullmatch(r"(.*?)(?:(?:^|[-_])(train|test))?", stem).groups()
+        is_shard = stem != stem_of(path)
+        name, split = re.fullmatch(r"(.*?)(?:(?:^|[-_])(train|test))?", stem).groups()
         folder = path.parent.resolve()  # the hub's cache has links to files of other folders
         if folder.name == "data":  # of a snapshot
             folder = folder.parent
         data_source = f"math/{name or folder.name}"
-        if stem != stem_of(path) and set(files.tables[0].column_names) == PUBLISHED:
+        if is_shard and set(files.tables[0].column_names) == PUBLISHED:
             data_source = REPOSITORY
         if reward_function(data_source) is not boxed_reward:
             raise ValueError(
@@ -112,7 +114,7 @@ def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
             )
         is_empty = True
         for row in to_rows(files, data_source):
-            yield ending or "test", row
+            yield split or "test", row
             is_empty = False
         if is_empty:
             raise ValueError(f"{path}: no rows")
@@ -152,7 +154,7 @@ def to_rows(files: RowFiles, data_source: str) -> Iterator[dict | str]:
 def to_row(record: dict, data_source: str) -> dict:
     """verl's row without split and index. ValueError with the reason if it is unusable."""
     question, ground_truth, answer = read_record(record)
-    normalized_truth(ground_truth)
+    normalized_truth(ground_truth)  # raises for one that cannot be scored
     f"{question}{answer}".encode()  # half a surrogate pair cannot be written
     return {
         "data_source": data_source,

@@ -59,11 +59,11 @@ def main(args: Args) -> None:
         num_pictures = 0
         files = RowFiles([table], "--folder")
         paths_of_rows = media_of(files)
-        moved = f"{stem_of(table)}_"  # Pixel Reasoner's script moves images/ to FILE_images/
+        prefix = f"{stem_of(table)}_"  # Pixel Reasoner's script moves images/ to FILE_images/
         for row, paths in enumerate(paths_of_rows):
             num_pictures += len(paths)
             for path in paths:
-                places = (args.folder / path, args.folder / f"{moved}{path}")
+                places = (args.folder / path, args.folder / f"{prefix}{path}")
                 if not any(place.is_file() for place in places):
                     missing.append((files, row, path))
         print(f"{table}: {len(paths_of_rows)} rows, {num_pictures} pictures and frames")
@@ -88,8 +88,8 @@ def download(repository: str, folder: Path) -> None:
     with downloading(
         repository, "give --folder with a copy of it alone; the same command goes on from here"
     ):
-        # an error if there is no network or no such repository, in place of which the download
-        # would only return a folder that is not empty
+        # raises if there is no network or no such repository; the download itself would then
+        # only return the folder, if that is not empty
         snapshot_download(repository, repo_type="dataset", local_dir=folder, dry_run=True)
         try:
             snapshot_download(repository, repo_type="dataset", local_dir=folder)
@@ -152,8 +152,8 @@ def media_of(files: RowFiles) -> list[list[str]]:
 
 
 def read_paths(files: RowFiles) -> Iterator[list[str]]:
-    """Of a row with the column image, its paths; else those of the items in message_list, as in
-    release.json, images before the frames of videos."""
+    """The paths of each row: those of its column image, or else those of the items in its
+    message_list, as in release.json, images before the frames of videos."""
     for record in files.records(("image", "message_list")):
         if isinstance(record, str):
             raise ValueError(record)

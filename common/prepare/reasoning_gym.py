@@ -92,7 +92,7 @@ def main(args: Args) -> None:
         return
     check_task(package, args)
     sources = [Source.open(package, args, level) for level in args.levels or (None,)]
-    # what is an example, whatever its level, is in no row, and what stands in test not in train
+    # questions of examples, whatever their level, are in no row; those of test are not in train
     questions = {example["question"] for source in sources for example in source.examples}
     test: list[dict] = []
     train: list[dict] = []
@@ -156,17 +156,19 @@ def share(size: int, place: int, count: int) -> int:
 
 def level_config(package: ModuleType, args: Args, level: int | None) -> dict:
     """Settings of the generator. ValueError if it refuses them."""
-    size = {"size": 2 * (NUM_EXAMPLES + args.train_size + args.test_size), "seed": args.seed}
+    # some entries repeat the question of another
+    num_entries = 2 * (NUM_EXAMPLES + args.train_size + args.test_size)
+    common_settings = {"size": num_entries, "seed": args.seed}
     if level is not None:
         curriculum = package.factory.create_curriculum(args.task)
         curriculum.set_global_level(level)
         # this level alone, without those below
         context = package.coaching.base_curriculum.DefaultCurriculumContext("upper_bound")
-        return vars(curriculum.generate_configuration(size, context))
+        return vars(curriculum.generate_configuration(common_settings, context))
     try:
         settings = json.loads(args.config)
         _, config_class = package.factory.DATASETS[args.task]
-        config = config_class(**settings, **size)
+        config = config_class(**settings, **common_settings)
         if hasattr(config, "validate"):
             config.validate()
         return vars(config)
@@ -175,7 +177,8 @@ def level_config(package: ModuleType, args: Args, level: int | None) -> dict:
 
 
 def check_scorer(task: str, dataset: "ProceduralDataset", config: dict) -> None:
-    """ValueError if the right answers to entries that went through a file are not right."""
+    """ValueError if the scorer gives a right answer another score once its entry went through a
+    file."""
     for index in Progress("problems checked", min(NUM_CHECKED, config["size"])):
         entry = dataset[index]
         if entry["answer"] is None:  # the scorer knows a right one when it sees it
@@ -231,16 +234,16 @@ class Source:
     task: str
     level: int | None
     data_source: str
-    system: str  # prompt, or ""
+    system: str  # the system prompt; "" for none
     config: dict  # of the generator
     entries: Iterator[dict]  # {question, answer, metadata}
     examples: list[dict]  # entries that the rows show with their answers
     num_examples: int  # in a row
-    rng: random.Random  # chooses them
+    rng: random.Random  # chooses the examples of a row
 
     @classmethod
     def open(cls, package: ModuleType, args: Args, level: int | None) -> "Source":
-        """ValueError if the first right answers are not right."""
+        """ValueError as in `level_config`, `check_scorer` and `choose_examples`."""
         config = level_config(package, args, level)
         dataset = package.factory.create_dataset(args.task, **config)
         check_scorer(args.task, dataset, config)
@@ -286,7 +289,7 @@ class Source:
         return rows
 
     def row(self, entry: dict) -> dict:
-        """verl's."""
+        """verl's row of an entry, without its split and index."""
         prompt = []
         if self.system:
             prompt.append({"role": "system", "content": self.system})
