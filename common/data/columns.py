@@ -19,7 +19,7 @@ def column_value(record: dict, column: str) -> object:
 
 
 def check_column(files: RowFiles, column: str) -> None:
-    """ValueError if a file lacks the column; lines of JSON may each have other ones."""
+    """ValueError if a file lacks the column. A line of JSON is checked when its row is read."""
     for path, table in zip(files.paths, files.tables):
         names = table.column_names
         if JSON_LINE not in names and not {column, first_part(column)} & set(names):

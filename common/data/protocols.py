@@ -255,7 +255,7 @@ class Native(ToolProtocol):
                 text, self.template, prefix="", tools=self.schemas
             )
             tool_calls = message.get("tool_calls")
-            # without a tag it is JSON: an object, or a list of them
+            # a call without tags is JSON: an object, or a list
             end_of_call = CALL_CLOSE if CALL_CLOSE in text else r"[\]}]"
             if not tool_calls or not re.search(end_of_call + AFTER_CALL, text):
                 return None

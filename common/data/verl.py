@@ -47,8 +47,8 @@ def to_verl(
         if not isinstance(first_row, dict):
             return table  # empty, or a first line that is no object, which is reported as a bad row
         columns = list(first_row)
-    is_verl = set(columns) >= set(REQUIRED)
-    if not is_verl and set(columns) >= visual_qa.COLUMNS:
+    has_required = set(columns) >= set(REQUIRED)
+    if not has_required and set(columns) >= visual_qa.COLUMNS:
         return visual_qa.to_verl(table, path, media_root, with_tools)
     missing = []
     for name in REQUIRED:

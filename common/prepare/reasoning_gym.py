@@ -156,7 +156,7 @@ def share(size: int, place: int, count: int) -> int:
 
 def level_config(package: ModuleType, args: Args, level: int | None) -> dict:
     """Settings of the generator. ValueError if it refuses them."""
-    # some entries repeat the question of another
+    # twice as many as are needed: some repeat the question of another
     num_entries = 2 * (NUM_EXAMPLES + args.train_size + args.test_size)
     common_settings = {"size": num_entries, "seed": args.seed}
     if level is not None:
