@@ -99,7 +99,8 @@ def to_row(record: dict, split: str, index: int) -> dict:
     for image in images:
         if not image or not image.get("bytes") or not isinstance(image["bytes"], bytes):
             raise ValueError("an image without its bytes")
-    normalized_truth(answer or "")  # raises for an answer that cannot be scored
+    # raises for an answer that cannot be scored
+    normalized_truth("" if answer is None else answer)
     return {
         "data_source": REPOSITORY,
         "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],

@@ -92,12 +92,13 @@ def test_prepare_names_a_row_of_another_layout(tmp_path, images, why):
         prepare(tmp_path, tmp_path / "out")
 
 
-def test_prepare_reads_numbers_as_answers(tmp_path):
-    rows = pa.Table.from_pylist([published(answer=65)])
+@pytest.mark.parametrize("answer", [65, 0])
+def test_prepare_reads_numbers_as_answers(tmp_path, answer):
+    rows = pa.Table.from_pylist([published(answer=answer)])
     for split in ("train", "test"):
         pq.write_table(rows, tmp_path / f"{split}.parquet")
     (row,) = prepare(tmp_path, tmp_path / "out")["train"]
-    assert row["reward_model"]["ground_truth"] == row["extra_info"]["answer"] == "65"
+    assert row["reward_model"]["ground_truth"] == row["extra_info"]["answer"] == str(answer)
 
 
 def test_prepare_schema_is_verls(tmp_path):
