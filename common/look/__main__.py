@@ -83,7 +83,7 @@ def draw_run(run: Path, folder: Path, tokenizer: str | None) -> None:
     if not metrics.is_file() and not dumps:
         if (run / "config.json").is_file():
             raise SystemExit(f"{run}: the run has ended before its first step, or is in it")
-        raise SystemExit(f"{run}: no metrics.jsonl and no rollouts/ in it; its runs: {run}/* ?")
+        raise SystemExit(f"{run}: no metrics.jsonl and no rollouts/ in it; did you mean {run}/*?")
     if metrics.is_file():
         curves = folder / "curves.png"
         plot_curves(run, folder, warn=True)

@@ -61,7 +61,7 @@ def read_metrics(path: Path, warn: bool = False) -> list[dict]:
     return [steps[step] for step in sorted(steps)]
 
 
-def finite(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
+def points_of(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of a metric where it is a number that can be drawn; float64."""
     points = []
     for record in records:
@@ -95,9 +95,9 @@ def panels_of(measured: set[str]) -> dict[str, dict[str, str]]:
     """PANELS with those metrics that were measured."""
     panels = {}
     for title, labels in PANELS.items():
-        labels = {key: label for key, label in labels.items() if key in measured}
-        if labels:
-            panels[title] = labels
+        measured_labels = {key: label for key, label in labels.items() if key in measured}
+        if measured_labels:
+            panels[title] = measured_labels
     if "reward/mean" in measured:
         # a policy-gradient loss says nothing about progress; the loss of sft.py does
         panels.pop("loss", None)
@@ -117,7 +117,7 @@ def plot_curves(run_dir: Path, folder: Path | None = None, warn: bool = False) -
     curves = {}
     for labels in PANELS.values():
         for key in labels:
-            steps, values = finite(records, key)
+            steps, values = points_of(records, key)
             if len(steps):
                 curves[key] = (steps, values)
     panels = panels_of(set(curves))
@@ -141,8 +141,8 @@ def plot_curves(run_dir: Path, folder: Path | None = None, warn: bool = False) -
     )
     for place, (title, labels) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(num_rows, num_columns, place)
-        labels = {key: label.format(decoding=decoding) for key, label in labels.items()}
-        draw_panel(axes, title, labels, curves)
+        texts = {key: label.format(decoding=decoding) for key, label in labels.items()}
+        draw_panel(axes, title, texts, curves)
     path = (folder or Path(run_dir)) / "curves.png"
     with full_disk_is_a_warning(path):
         path.parent.mkdir(parents=True, exist_ok=True)

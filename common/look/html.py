@@ -71,9 +71,9 @@ def save_among_neighbours(page: Path, text: str) -> None:
     """Write a page with links to its neighbours, and renew the links of these."""
     save_with_links(page, text)
     for neighbour in neighbours(page).values():
-        written = neighbour.stat().st_mtime_ns
+        modified_ns = neighbour.stat().st_mtime_ns
         save_with_links(neighbour, neighbour.read_text("utf-8", errors="replace"))
-        os.utime(neighbour, ns=(written, written))  # what it shows is as old as before
+        os.utime(neighbour, ns=(modified_ns, modified_ns))  # what it shows is as old as before
 
 
 def neighbours(page: Path) -> dict[str, Path]:
@@ -84,12 +84,12 @@ def neighbours(page: Path) -> dict[str, Path]:
             pages.add(path)
     in_order = sorted(pages)
     place = in_order.index(page)
-    neighbours = {}
+    neighbour_pages = {}
     if place > 0:
-        neighbours["previous"] = in_order[place - 1]
+        neighbour_pages["previous"] = in_order[place - 1]
     if place + 1 < len(in_order):
-        neighbours["next"] = in_order[place + 1]
-    return neighbours
+        neighbour_pages["next"] = in_order[place + 1]
+    return neighbour_pages
 
 
 def save_with_links(page: Path, text: str) -> None:

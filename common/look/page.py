@@ -60,7 +60,7 @@ def prepare(episode: dict, pictures: dict) -> dict:
         segments.append({"spans": []} | segment | {"text": text})
     strips = [strip(episode, index, pictures) for index in range(len(episode["media"]))]
     score = episode["score"]
-    hue = round(120 * min(1, max(0, score))) if isfinite(score) else None
+    hue = round(120 * min(1, max(0, score))) if isfinite(score) else None  # red 0, green 120
     defaults = {
         "row": None,
         "truth": None,

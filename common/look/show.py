@@ -45,15 +45,16 @@ def show(
     """Print what is in a data file: columns, rows per data_source, prompt lengths (in tokens with
     --tokenizer), and some rows."""
     files = RowFiles([file], "FILE", convert=in_verl_columns)
-    problems = [(record, problem_of(record)) for record in files.records()]
-    usable = [record for record, problem in problems if problem is None]
-    print(f"{file}: {len(problems)} rows, {len(problems) - len(usable)} of them unusable")
+    records = list(files.records())
+    problems = [problem_of(record) for record in records]
+    usable = [record for record, problem in zip(records, problems) if problem is None]
+    print(f"{file}: {len(records)} rows, {len(records) - len(usable)} of them unusable")
     if usable:
         show_columns(files.tables[0], usable[0])
         show_sources(usable)
-        encode = tokenizer_of(tokenizer, template_args) if tokenizer else None
-        show_prompts(usable, encode, row_0_is_usable=problems[0][1] is None)
-    for i, (record, problem) in enumerate(problems[:rows]):
+        loaded_tokenizer = tokenizer_of(tokenizer, template_args) if tokenizer else None
+        show_prompts(usable, loaded_tokenizer, row_0_is_usable=problems[0] is None)
+    for i, (record, problem) in enumerate(zip(records[:rows], problems)):
         text = f"--- row {i}"
         if problem:
             text += f", unusable: {problem}"
@@ -97,29 +98,29 @@ def show_sources(usable: list[dict]) -> None:
         )
 
 
-def show_prompts(usable: list[dict], encode, row_0_is_usable: bool) -> None:
-    """Lengths, and with a tokenizer (`encode`) row 0 as the model sees it."""
-    if not encode:
+def show_prompts(usable: list[dict], tokenizer, row_0_is_usable: bool) -> None:
+    """Lengths, and with a tokenizer row 0 as the model sees it."""
+    if not tokenizer:
         show_lengths([len(bare_text(record["prompt"])) for record in usable], "characters")
         return
-    prompts = [as_given(record, encode) for record in usable]
+    prompts = [as_given(record, tokenizer) for record in usable]
     try:
-        texts = apply_template(prompts, encode)
+        texts = apply_template(prompts, tokenizer)
     except (TemplateError, TypeError) as error:
         problem = printable(f"the chat template refuses a prompt: {error}")
         raise ValueError(problem) from error
-    ids_of_texts = encode(texts, add_special_tokens=False)["input_ids"]
-    prompt_ids = [beginning_ids(encode, p) + ids for p, ids in zip(prompts, ids_of_texts)]
+    ids_of_texts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    prompt_ids = [beginning_ids(tokenizer, p) + ids for p, ids in zip(prompts, ids_of_texts)]
     show_lengths([len(ids) for ids in prompt_ids], "tokens")
     if not row_0_is_usable:
         return
     template = "by its chat template"
     if isinstance(prompts[0], str):
         template = "as it stands"
-        beginning = encode.decode(beginning_ids(encode, prompts[0]))
+        beginning = tokenizer.decode(beginning_ids(tokenizer, prompts[0]))
         if beginning:
             template += f" behind {beginning}"
-    text = encode.decode(prompt_ids[0])
+    text = tokenizer.decode(prompt_ids[0])
     print(f"--- row 0 as the model sees it, {template}\n{printable(text)}")
 
 

@@ -1,7 +1,7 @@
 "use strict";
 // Tables of class "sortable": a click on a column's button sorts them by it, as does #sort=COLUMN in the address.
 
-function sortable(cell) {
+function sortKey(cell) {
   return cell.dataset.value ?? cell.textContent.trim();
 }
 
@@ -19,9 +19,9 @@ function sortBy(table, header) {
   for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
   header.ariaSort = descending ? "descending" : "ascending";
   const [body] = table.tBodies;
-  const key = row => sortable(row.cells[column]);
+  const key = row => sortKey(row.cells[column]);
   const rows = [...body.rows].sort((a, b) => {
-    if (key(a) === "" || key(b) === "") return compare(key(a), key(b));
+    if (key(a) === "" || key(b) === "") return compare(key(a), key(b)); // what is empty comes last either way
     return descending ? compare(key(b), key(a)) : compare(key(a), key(b));
   });
   body.append(...rows);
