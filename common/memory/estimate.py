@@ -55,10 +55,11 @@ def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: to
 
 
 def tower_layer_bytes(tower: TowerShape, dtype: torch.dtype) -> float:
-    """The same for a token of a picture in one layer of a vision tower, whose rotary embedding is
-    float32."""
+    """The same for a token of a picture in one layer of a vision tower."""
     itemsize = dtype.itemsize
     norms = 2 * (4 + 2 * itemsize) * tower.hidden
+    # queries, keys and values before the rotary embedding, queries and keys after it, and outputs
+    # twice are 7; the rest is a margin
     attention = 7.5 * itemsize * tower.hidden
     mlp = 4 * itemsize * tower.mlp
     return PATCHES * (norms + attention + mlp)
@@ -287,36 +288,37 @@ def update_bytes(shape: ModelShape, trainable: float, at_rest: float, setup: Set
     machine = setup.machine
     itemsize = setup.dtype.itemsize
     tokens = setup.micro_batch_tokens
-    activations = tokens * activation_bytes(shape, setup.rollout, machine, setup.dtype)
-    recomputed = tokens * recomputed_bytes(shape, setup.rollout, machine, setup.dtype)
+    kept_activations = tokens * activation_bytes(shape, setup.rollout, machine, setup.dtype)
+    recomputed_activations = tokens * recomputed_bytes(shape, setup.rollout, machine, setup.dtype)
     keeps_all = keeps_gathered(machine, setup.ranks, setup.on_gpu)
-    gathered = itemsize * (shape.parameters if keeps_all else shape.root)
+    gathered_weights = itemsize * (shape.parameters if keeps_all else shape.root)
     if machine.lora_rank > 0:
         root_gradients = 0
         # adapted weights are float32 before they are rounded
-        block = (2 * itemsize + 4) * shape.block
-        reduction = gathered
+        block_bytes = (2 * itemsize + 4) * shape.block
+        reduction_extra = gathered_weights
     elif setup.shards == 1:
         root_gradients = itemsize * shape.root
-        block = (3 * itemsize + 8) * shape.block
-        reduction = gathered + 8 * shape.root
+        block_bytes = (3 * itemsize + 8) * shape.block
+        reduction_extra = gathered_weights + 8 * shape.root
     else:
         root_gradients = itemsize * shape.root
-        block = (3 * itemsize + 4) * shape.block
+        block_bytes = (3 * itemsize + 4) * shape.block
         # the reduced gradients of the last layer wait until the root is done
-        reduction = gathered + (itemsize + 4) * shape.root + 4 * shape.block
+        reduction_extra = gathered_weights + (itemsize + 4) * shape.root + 4 * shape.block
     # float32 logits of a chunk with what is computed from them, and gradients of the last hidden
     # states
     chunk = CHUNK_ELEMENTS["cuda" if setup.on_gpu else "cpu"]
-    head = 3 * 4 * chunk + (8 + itemsize) * tokens * shape.hidden
-    backward = gathered + root_gradients + activations + max(head, block + recomputed)
+    head_bytes = 3 * 4 * chunk + (8 + itemsize) * tokens * shape.hidden
+    head_or_layer = max(head_bytes, block_bytes + recomputed_activations)
+    backward_extra = gathered_weights + root_gradients + kept_activations + head_or_layer
     adam_from_host = 8 * trainable if "optimizer" in machine.offload else 0
     return UpdateBytes(
         gradients=4 * trainable,
-        activations=activations + recomputed,
-        gathered=gathered + root_gradients,
-        backward=backward + at_rest,
-        reduction=reduction + at_rest,
+        activations=kept_activations + recomputed_activations,
+        gathered=gathered_weights + root_gradients,
+        backward=backward_extra + at_rest,
+        reduction=reduction_extra + at_rest,
         step=at_rest + adam_from_host,
     )
 

@@ -12,6 +12,7 @@ from torch import nn
 from common.distributed import World, abandon_backward
 from common.files import replace_file
 from common.limits import NO_KERNEL, exhausted_memory, free_memory, status_bytes
+from common.memory.remedies import STEP
 from common.processes import ranks_here, trim_heap
 from common.progress import say
 
@@ -35,8 +36,8 @@ def limited_memory(device: torch.device) -> Iterator[None]:
         yield
         return
     # Data that are not in memory: stacks of threads, which are hardly touched, and what malloc has
-    # given back. It may take that again, so the share covers it. At times it is near 0: the minimum
-    # is the stacks alone.
+    # given back. It may take that again, so the share covers it. At times it has given back nearly
+    # nothing: the minimum is the stacks alone.
     _untouched[0] = min(_untouched[0], data - resident)
     share = free_memory() // ranks_here() - RESERVE
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -85,7 +86,7 @@ def halve_budget(
     kernels can be made.
     """
     memory = exhausted_memory(error)
-    if budget < 256:
+    if budget < 2 * STEP:
         remedy = "or give the machine more memory"
         if memory == "GPU memory":
             remedy = "(or, to compiled layers, --activation-memory 0.5) or use more GPUs"

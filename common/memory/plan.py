@@ -92,8 +92,8 @@ def memory_plan(
         text += f"; {' and '.join(chosen_flags)} chosen to fit into {ROOM:.0%} of what is free"
     if inputs.chooses_share:
         text += f"\n{describe_share(machine.activation_memory, gb['update'], room_gb, free_gb)}"
-    # with sizes that the plan has chosen an update stays within ROOM, with a user's it may use all
-    # that is free
+    # with sizes that the plan has chosen, phases are to stay within ROOM; with a user's sizes they
+    # may take all that is free
     limit_gb = room_gb if inputs.chooses_tokens or inputs.chooses_share else free_gb
     too_large = [phase for phase in PHASES if gb[phase] > limit_gb]
     refusal = ""

@@ -43,7 +43,7 @@ def largest_micro_batch(
     """The most tokens, a multiple of 128, whose update takes at most `room_gb`; 0 if 128 take
     more."""
     low = 0  # in steps
-    high = 2**13
+    high = 2**13  # about a million tokens
     while low < high:
         middle = (low + high + 1) // 2
         larger = replace(machine, micro_batch_tokens=STEP * middle)
@@ -171,11 +171,11 @@ def remedies(
         words = f"--shard-size {ranks}"
         yield [no_change, Remedy(words, cost=0.1, machine={"shard_size": ranks})]
     if engine_parallel_sizes:
-        shared = [no_change]
+        engines = [no_change]
         for size in engine_parallel_sizes:
             words = f"--engine-parallel {size}"
-            shared.append(Remedy(words, cost=0.1 * size, rollout={"engine_parallel": size}))
-        yield shared
+            engines.append(Remedy(words, cost=0.1 * size, rollout={"engine_parallel": size}))
+        yield engines
     if machine.strategy == "fsdp" and not machine.shard_size:
         more_gpus = [no_change]
         for times in (2, 4, 8, 16):

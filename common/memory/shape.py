@@ -55,7 +55,7 @@ class ModelShape:
 def model_shape(path: str, machine: Machine) -> ModelShape:
     """The shape of the model in a folder; no weights are read."""
     model = skeleton(path, machine.trust_remote_code)
-    text = model.config.get_text_config()
+    text_config = model.config.get_text_config()
     blocks = repeated_blocks(model)
     text_blocks = repeated_blocks(getattr(model.base_model, "language_model", model))
     parameters = count_parameters(model)
@@ -70,11 +70,11 @@ def model_shape(path: str, machine: Machine) -> ModelShape:
     if head is not None and head.weight is not model.get_input_embeddings().weight:
         head_parameters = head.weight.numel()
 
-    heads = getattr(text, "num_attention_heads", None) or 1
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads = getattr(text_config, "num_attention_heads", None) or 1
+    head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     queries = heads * head_size
-    keys = (getattr(text, "num_key_value_heads", None) or heads) * head_size
-    norm_widths = [width_of_norms(block, text.hidden_size) for block in text_blocks]
+    keys = (getattr(text_config, "num_key_value_heads", None) or heads) * head_size
+    norm_widths = [width_of_norms(block, text_config.hidden_size) for block in text_blocks]
     shape = ModelShape(
         parameters=parameters,
         frozen=tower_size if machine.freeze_vision else 0,
@@ -82,16 +82,16 @@ def model_shape(path: str, machine: Machine) -> ModelShape:
         root=parameters - sum(block_sizes),
         head=head_parameters,
         block=max(block_sizes, default=0),
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        vocabulary=text.vocab_size,
+        layers=text_config.num_hidden_layers,
+        hidden=text_config.hidden_size,
+        vocabulary=text_config.vocab_size,
         heads=heads,
         queries=queries,
         keys=keys,
         norms=max(norm_widths, default=0),
         head_norms=queries + keys if any(map(has_head_norms, text_blocks)) else 0,
-        mlp=mlp_width(text),
-        experts=getattr(text, "num_experts_per_tok", None) or 0,
+        mlp=mlp_width(text_config),
+        experts=getattr(text_config, "num_experts_per_tok", None) or 0,
         tower=tower,
     )
     if machine.lora_rank:
@@ -119,23 +119,23 @@ def has_head_norms(block: nn.Module) -> bool:
     return any(name.rpartition(".")[2] in HEAD_NORMS for name, _ in block.named_modules())
 
 
-def mlp_width(text: Any) -> int:
+def mlp_width(text_config: Any) -> int:
     """Intermediate values of a token in an MLP, or in all the experts that it visits."""
-    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    experts = getattr(text, "num_experts_per_tok", None)
+    dense_width = getattr(text_config, "intermediate_size", None) or 4 * text_config.hidden_size
+    experts = getattr(text_config, "num_experts_per_tok", None)
     if not experts:
-        return dense
-    of_expert = getattr(text, "moe_intermediate_size", None) or dense
-    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
-    shared += of_expert * (getattr(text, "n_shared_experts", None) or 0)
-    return experts * of_expert + shared
+        return dense_width
+    expert_width = getattr(text_config, "moe_intermediate_size", None) or dense_width
+    shared_width = getattr(text_config, "shared_expert_intermediate_size", None) or 0
+    shared_width += expert_width * (getattr(text_config, "n_shared_experts", None) or 0)
+    return experts * expert_width + shared_width
 
 
 def tower_shape(config: Any) -> TowerShape:
-    vision = config.vision_config
+    vision_config = config.vision_config
     # Qwen2-VL's hidden_size is the output's
-    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
-    mlp = getattr(vision, "intermediate_size", None)
+    hidden = getattr(vision_config, "embed_dim", None) or vision_config.hidden_size
+    mlp = getattr(vision_config, "intermediate_size", None)
     if not mlp:
-        mlp = int(hidden * getattr(vision, "mlp_ratio", 4))
-    return TowerShape(vision.depth, hidden, mlp)
+        mlp = int(hidden * getattr(vision_config, "mlp_ratio", 4))
+    return TowerShape(vision_config.depth, hidden, mlp)
