@@ -21,7 +21,7 @@ PR_SET_CHILD_SUBREAPER = 36
 M_MMAP_MAX = -4
 M_TRIM_THRESHOLD = -1
 MAX_OPEN_FILES = 2**16
-PARENT = os.getppid()
+PARENT = os.getppid()  # at the start: later it may have ended
 
 
 def ranks_here() -> int:
@@ -48,13 +48,13 @@ def ahead_in_threads(function: Callable, items: Iterable, count: int) -> Iterato
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(cpus_of_rank()) as threads:
-        results = deque()
+        futures = deque()
         for item in items:
-            results.append(threads.submit(function, item))
-            if len(results) > count:
-                yield results.popleft().result()
-        while results:
-            yield results.popleft().result()
+            futures.append(threads.submit(function, item))
+            if len(futures) > count:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
 
 
 def refuse_lone_ranks() -> None:
@@ -72,10 +72,10 @@ def refuse_lone_ranks() -> None:
             )
 
 
-def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """From now on this process gets the signal `how` when the thread that started it ends. If
+def die_with(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
+    """From now on this process gets `death_signal` when the thread that started it ends. If
     `parent` has ended already, this process ends at once."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, how)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -101,24 +101,24 @@ def descendants(process: int) -> list[int]:
     return family
 
 
-def end_descendants(child: int) -> int:
+def end_descendants(*, status_of: int) -> int:
     """Kill all descendants of this process, which must have adopted orphans, until none is left.
 
-    Returns the wait status of `child`, which may have ended before.
+    Returns the wait status of the child `status_of`, which may have ended before.
     """
-    status = 0
+    child_status = 0
     while True:
         for process in descendants(os.getpid()):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         try:
             ended = -1
-            while ended != 0:
+            while ended != 0:  # 0: there are children, and none of them has ended
                 ended, wait_status = os.waitpid(-1, os.WNOHANG)
-                if ended == child:
-                    status = wait_status
-        except ChildProcessError:
-            return status
+                if ended == status_of:
+                    child_status = wait_status
+        except ChildProcessError:  # no children are left
+            return child_status
         time.sleep(0.005)
 
 
@@ -145,6 +145,6 @@ def trim_heap() -> None:
 def allow_open_files() -> None:
     """Raise this process's limit of open files: a sandbox takes three, a worker one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

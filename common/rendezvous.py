@@ -30,8 +30,8 @@ def meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Wait for all ranks; a store of this attempt alone. SystemExit if some do not come.
 
     torchrun's store outlives its restarts, and each of its agents counts restarts by itself. So
-    each rank leaves a token there, and rank 0 answers it with a name for this attempt, until all
-    ranks have confirmed that they know the name: nobody reads the keys of an earlier attempt.
+    every rank but 0 leaves a token there, which rank 0 answers with a name for this attempt, until
+    all have confirmed that they know the name: nobody reads the keys of an earlier attempt.
 
     timeout: of requests to the store from then on.
     """
@@ -46,12 +46,12 @@ def meet(rank: int, size: int, timeout: timedelta) -> dist.Store:
     while not (is_host or answers(host, port)):
         pause(deadline, f"no answer from {host}:{port}")
     store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
-    token = uuid.uuid4().hex
-    store.set(f"rank/{rank}", token)
     if rank == 0:
-        name = token
+        name = uuid.uuid4().hex
         answer_ranks(store, name, size, deadline)
     else:
+        token = uuid.uuid4().hex
+        store.set(f"rank/{rank}", token)
         while not store.check([token]):
             pause(deadline, "no answer from rank 0")
         name = store.get(token).decode()

@@ -331,7 +331,7 @@ def keep(worker: int) -> NoReturn:
     terminated = False
     while not terminated and not worker_has_ended(worker):
         terminated = signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM
-    wait_status = end_descendants(worker)  # those of the keeper, the worker among them
+    wait_status = end_descendants(status_of=worker)  # of the keeper, the worker among them
     code = os.waitstatus_to_exitcode(wait_status)
     os._exit(code if code >= 0 else 128 - code)
 
