@@ -116,7 +116,7 @@ def check_ranges(args: Any) -> None:
 
 def check_range(flag_name: str, value: float, hint: Any) -> None:
     """SystemExit for a number outside the range that its type gives, or one type of a union."""
-    if value != value:
+    if value != value:  # NaN
         raise SystemExit(f"{flag_name} {value}: must be a number")
     for part in (hint, *get_args(hint)):  # the type itself, or the types of a union
         for bound in getattr(part, "__metadata__", ()):
@@ -139,9 +139,8 @@ def refuse_idle(flags: Any, uses: dict[str, tuple[bool, str]]) -> None:
     uses: {field of `flags`: (whether it has an effect, what it needs for one)}.
     """
     for name, (is_used, needs) in uses.items():
-        switched_off = flag(name).replace("--", "--no-", 1)
-        is_typed = flag(name) in typed_flags() or switched_off in typed_flags()
-        if is_typed and not is_used:
+        spellings = {flag(name), flag(f"no-{name}")}
+        if spellings & typed_flags() and not is_used:
             value = getattr(flags, name)
             raise SystemExit(f"{flag(name)} {value} has no effect: needs {needs}")
 

@@ -32,7 +32,7 @@ def save_config(run_dir: Path, args: dict, **chosen: str | float | bool) -> None
 
 def describe_machine() -> dict:
     """{"version", "git", "versions", "hardware"} of this process."""
-    import torch
+    import torch  # here: a program that asks for the commit alone does not wait for it
 
     return {
         "version": project_version(),

@@ -164,8 +164,8 @@ class Rollout:
     max_prompt_tokens: Count = 512  # longest prompt (tokens)
     # longest response (tokens), of all turns together; what tools return counts
     max_response_tokens: Count = 512
-    # of sampling; the trainer's log-probs use it too
-    temperature: Annotated[float, Gt(0), Ge(0.01), Le(2)] = 1.0
+    # of sampling; the trainer's log-probs use it too; vLLM takes less than 0.01 for 0.01
+    temperature: Annotated[Positive, Ge(0.01), Le(2)] = 1.0
     # FILE.py:NAME, verl's signature or TRL's; default: by the row's data_source
     reward_function: str | None = None
     # seconds for one response; slower: wrong by a built-in rule, left out by yours
@@ -384,7 +384,7 @@ def check_shared(data: Data, run: Run, rollout: Rollout) -> None:
         if close_names and run.model not in EMBEDDED:
             hint = f"; {close_names[0]} brings rows of its own"
         raise SystemExit(f"--model {run.model} needs {files_flag}{hint}")
-    evaluates = bool(data.eval_data) or not data.train_data
+    evaluates = bool(data.eval_data) or brings_data
     uses = {  # flag: (whether it has an effect, what it needs for one)
         "eval_every": (evaluates, "--eval-data"),
         "eval_before": (evaluates, "--eval-data"),

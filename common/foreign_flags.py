@@ -80,9 +80,8 @@ def refuse_foreign_flags(
     refusals: dict[str, str] = {}  # {flag or key: its answer}
     unknown: dict[str, str] = {}  # these alone are left to tyro, which names the nearest flag
     for argument, previous, following in neighbours(arguments):
-        is_value = (
-            previous.startswith("--") and "=" not in previous and flag_of(previous) not in switches
-        )
+        follows_flag = previous.startswith("--") and "=" not in previous
+        is_value = follows_flag and flag_of(previous) not in switches
         key = None if is_value else KEY_OF_VERL.fullmatch(argument)
         if key:
             answer = answer_to(flag(key[1]), script_flags, rollout_flags)

@@ -16,13 +16,13 @@ MAX_COMPONENTS = 32  # names of numbers that a reward function returns beside th
 RESERVED = {"score", "acc", "mean", "std", "mean_square", "accuracy", "failed"}
 RESERVED |= {"zero_variance_groups", "model_mean", "unscored_steps"}
 
-_said: set[str] = set()  # topics of `say_once`
+_printed_topics: set[str] = set()  # by `say_once`
 
 
 def say_once(topic: str, text: str) -> None:
     """Print a text, but no further one of its topic, which may have other numbers in it."""
-    if topic not in _said:
-        _said.add(topic)
+    if topic not in _printed_topics:
+        _printed_topics.add(topic)
         say(text)
 
 

@@ -3,8 +3,8 @@
 import sys
 from importlib.util import find_spec
 
-module = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m; None for a script
-program = f"-m {module.name.removesuffix('.__main__')}" if module else sys.argv[0]
+spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m; None for a script
+program = f"-m {spec.name.removesuffix('.__main__')}" if spec else sys.argv[0]
 # what prepares data needs no torch
 package = "pyarrow" if program.startswith(("-m common.prepare", "-m papers.")) else "torch"
 if find_spec(package) is None:

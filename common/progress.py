@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
-EVERY = 15.0  # seconds from any line of this file to the next one of `Progress`, at least
+INTERVAL = 15.0  # seconds from any line of this file to the next one of `Progress`, at least
 ROOT = f"{Path(__file__).parents[1]}/"
 SILENCE = 20.0  # seconds without a line, at most
 
@@ -19,14 +19,14 @@ class Progress:
     """Lines of rank 0, such as "... update, micro-batch 5/12, 2m left", after `first` seconds of
     the outermost loop; nested loops share them.
 
-    for batch in Progress("micro-batch", batches): ...    or    progress = Progress("rewards", 256);
-    progress.add(8)
+    for batch in Progress("micro-batch", batches): ...
+    progress = Progress("rewards", 256); progress.add(8)
     """
 
     loops: ClassVar[dict[str, "Progress"]] = {}  # under way, the outermost first
     last_print: ClassVar[float] = time.monotonic()  # when the last line was printed
 
-    def __init__(self, label: str, items: Iterable | int, first: float = EVERY):
+    def __init__(self, label: str, items: Iterable | int, first: float = INTERVAL):
         self.label = label
         self.items = range(items) if isinstance(items, int) else list(items)
         self.start = time.monotonic()
@@ -45,9 +45,10 @@ class Progress:
     def add(self, count: int = 1) -> None:
         """Count items as done, and print a line if one is due. 0 for the line alone."""
         self.done += count
+        # one that counts by `add` alone is the innermost
         loops = list((self.loops | {self.label: self}).values())
         now = time.monotonic()
-        due = max(loops[0].start + loops[0].first, Progress.last_print + EVERY)
+        due = max(loops[0].start + loops[0].first, Progress.last_print + INTERVAL)
         if os.environ.get("RANK", "0") != "0" or now < due:
             return
         share = 0.0  # of all loops that is done
@@ -81,7 +82,8 @@ def break_silence(missing: str = "") -> None:
     """If rank 0 has printed nothing for SILENCE: print what it waits for, or else in which of our
     functions its main thread is."""
     if os.environ.get("RANK", "0") == "0" and time.monotonic() > Progress.last_print + SILENCE:
-        print_line(f"... {missing or f'still running: {current_function()}'}")
+        state = missing or f"still running: {current_function()}"
+        print_line(f"... {state}")
         Progress.last_print = time.monotonic()
 
 

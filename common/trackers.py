@@ -166,7 +166,8 @@ def start_tracker(name: str, run_dir: Path, config: dict) -> tuple[Tracker | Non
     }
     start = START[name]
     deadline = time.monotonic() + TRACKER_SECONDS
-    tracker, problem = within(TRACKER_SECONDS * 2 / 3, start, run_dir, options, online=True)
+    online_seconds = TRACKER_SECONDS * 2 / 3  # the rest is for a start offline
+    tracker, problem = within(online_seconds, start, run_dir, options, online=True)
     # trackio by itself keeps what it cannot send
     if not problem or name not in ("wandb", "swanlab"):
         return tracker, problem
