@@ -9,7 +9,7 @@ call. A function of a user may have TRL's signature instead (common/rewards/trl.
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 from math import fsum, inf, isnan, nan
@@ -25,11 +25,13 @@ from common.workers.process import Worker, describe
 RewardFunction = Callable[..., float | Mapping]
 # data_source, text, ground_truth, extra_info
 ScoringJob = tuple[str, str, object, Mapping | None]
-FULL_MARKS = 1.0 - 1e-6
+FULL_MARKS = 1.0 - 1e-6  # 1 but for rounding
 AT_ONCE = 64  # calls of an `async def` that run concurrently
 CANCEL_S = 1.0  # seconds that late calls get to close what they hold
 SLACK_S = 10.0  # how much later the deadline of a batch is than that of its calls
 MAX_SCORE = 1e6  # in magnitude: the square of a larger one, or its gradient, would ruin the run
+MAX_FAILURE = 198  # characters of a tool's failure that the error of its episode quotes
+TIMEOUT = "timeout"  # start of the error of a call that takes too long, as `Worker` writes it
 
 
 def built_in(module: str, name: str, *imports: str) -> RewardFunction:
@@ -149,8 +151,8 @@ class RewardWorkers(Pool):
     The deadline of a call is the function's `timeout_s`, or else `timeout_s` here, in seconds; the
     memory limit is that of `Worker`, errors are those of `Pool`. ValueError if the file is missing
     or has an error. An `async def` gets one process, with up to `AT_ONCE` concurrent calls.
-    sources: data_sources that are known to come; what their functions import is loaded before the
-    first deadline.
+    sources: data_sources that the built-in functions will score; what those import is loaded before
+    the first deadline.
     """
 
     def __init__(
@@ -159,17 +161,20 @@ class RewardWorkers(Pool):
         workers: int,
         timeout_s: float,
         memory_gib: float = 4.0,
-        sources=(),
+        sources: Iterable[str] = (),
     ):
         modules: set[str] = set()
         for source in sorted(sources):
             modules.update(reward_function(source).modules)
-        self.worker_timeout_s = timeout_s
+        make = make_built_in_scorer
+        spec = ",".join(sorted(modules))
+        if function_spec:
+            make = make_scorer
+            spec = function_spec
+        self.job_timeout_s = timeout_s
 
         def new_worker() -> Worker:
-            make = make_scorer if function_spec else make_built_in_scorer
-            spec = function_spec or ",".join(sorted(modules))
-            return Worker(make, spec, self.worker_timeout_s, memory_gib)
+            return Worker(make, spec, self.job_timeout_s, memory_gib)
 
         super().__init__("a reward worker did not start", new_worker, workers)
         self.has_own_function = bool(function_spec)
@@ -183,11 +188,11 @@ class RewardWorkers(Pool):
         if self.is_trl:
             name = function_spec.rpartition(":")[2]
             say(f"reward {name}: TRL's signature, called with one completion at a time")
-        self.worker_timeout_s = self.timeout_s
+        self.job_timeout_s = self.timeout_s
         if self.is_async:
             self.max_workers = 1
-            self.worker_timeout_s += SLACK_S
-        first.timeout_s = self.worker_timeout_s
+            self.job_timeout_s += SLACK_S  # a job is a batch of calls
+        first.timeout_s = self.job_timeout_s
 
     def score(self, jobs: Sequence[ScoringJob]) -> list[dict[str, float | str]]:
         """The `score_response` of each job, in their order; {"error": reason} without a "score" for
@@ -203,7 +208,7 @@ class RewardWorkers(Pool):
             return results
         num_slow = 0
         for i, result in enumerate(results):
-            if str(result.get("error", "")).startswith("timeout"):
+            if str(result.get("error", "")).startswith(TIMEOUT):
                 results[i] = score_as_wrong(jobs[i])
                 num_slow += 1
         if num_slow:
@@ -237,14 +242,17 @@ class RewardWorkers(Pool):
             results += self.score_batch([job])
         return results
 
-    def try_out(self, function_spec: str, row, rewards: Mapping = MappingProxyType({})) -> None:
+    def try_out(
+        self, function_spec: str, row, environment_info: Mapping = MappingProxyType({})
+    ) -> None:
         """Score a row with its truth as the response, and if that fails, an empty response.
-        ValueError if both fail. rewards: what `scoring_job` adds of an environment's."""
+        ValueError if both fail. environment_info: the rewards of an environment, under the names
+        that `scoring_job` gives them."""
         texts = {"its truth as the response": row.truth, "an empty response": ""}
         failures = ""
         for label, text in texts.items():
             extra_info = row.extra_info | {"last_turn": text, "trajectory": text}
-            extra_info |= rewards
+            extra_info |= environment_info
             if self.is_trl:
                 # nothing is encoded here: a byte stands for a token
                 extra_info |= {"prompt": row.prompt, "completion_ids": [*text.encode()]}
@@ -270,8 +278,8 @@ class RewardWorkers(Pool):
 def score_as_wrong(job: ScoringJob) -> dict[str, float | str]:
     """The built-in score of a response that says nothing."""
     data_source, _, ground_truth, extra_info = job
-    nothing = {**(extra_info or {}), "last_turn": "", "trajectory": ""}
-    return score_response(reward_function(data_source), data_source, "", ground_truth, nothing)
+    extra_info = {**(extra_info or {}), "last_turn": "", "trajectory": ""}
+    return score_response(reward_function(data_source), data_source, "", ground_truth, extra_info)
 
 
 class Scorer:
@@ -339,7 +347,7 @@ async def score_together(
     results = []
     for call in calls:
         if call in late:
-            results.append({"error": f"timeout after {timeout_s:g} s"})
+            results.append({"error": f"{TIMEOUT} after {timeout_s:g} s"})
         elif call.cancelled():
             results.append({"error": "the call was cancelled"})
         elif error := call.exception():
@@ -380,27 +388,27 @@ def score_episodes(
     usable), the rewards are {"score": nan, "error": reason}.
     """
     jobs = []
-    waiting = []  # episodes of `jobs`
+    job_episodes = []
     for episode in episodes:
         if episode.finish_reason in ("tool_failed", "unreadable"):
             error = episode.finish_reason
             if episode.calls:
-                error += f": {episode.calls[-1]['text']:.198}"
+                error += f": {episode.calls[-1]['text'][:MAX_FAILURE]}"
             episode.set_rewards({"score": nan, "error": error})
         elif episode.environment_reward is not None and not workers.has_own_function:
             episode.set_rewards(environment_rewards(episode.environment_reward))
         else:
             row = rows[episode.prompt_index]
             jobs.append(scoring_job(episode, row, tokenizer, workers.is_trl))
-            waiting.append(episode)
-    for episode, result in zip(waiting, workers.score(jobs), strict=True):
+            job_episodes.append(episode)
+    for episode, result in zip(job_episodes, workers.score(jobs), strict=True):
         episode.set_rewards(with_score(result))
     for episode in episodes:
         if episode.turn_rewards:
-            turns = [reward for _, reward in episode.turn_rewards]
-            episode.rewards["turns"] = fsum(turns)
-            episode.rewards["first_turn_accuracy"] = float(turns[0] >= FULL_MARKS)
-            episode.rewards["last_turn_accuracy"] = float(turns[-1] >= FULL_MARKS)
+            turn_rewards = [reward for _, reward in episode.turn_rewards]
+            episode.rewards["turns"] = fsum(turn_rewards)
+            episode.rewards["first_turn_accuracy"] = float(turn_rewards[0] >= FULL_MARKS)
+            episode.rewards["last_turn_accuracy"] = float(turn_rewards[-1] >= FULL_MARKS)
     print_errors([episode.rewards for episode in episodes])
 
 
@@ -451,9 +459,9 @@ def sampled_turns(episode, tokenizer) -> list[str]:
     """The text of each turn that the policy sampled, without special tokens and tool output."""
     turns = []
     start = 0
-    for sampled, run in groupby(episode.loss_mask):
+    for is_sampled, run in groupby(episode.loss_mask):
         end = start + len(list(run))
-        if sampled:
+        if is_sampled:
             ids = episode.response_ids[start:end]
             turns.append(tokenizer.decode(ids, skip_special_tokens=True))
         start = end

@@ -156,13 +156,17 @@ def bounded_power(base, exponent):
     return base**exponent
 
 
-FOUR = {
+STRICT_OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.USub: operator.neg,
 }
-SEVEN = FOUR | {ast.FloorDiv: operator.floordiv, ast.Pow: bounded_power, ast.UAdd: operator.pos}
-OPERATIONS = {"strict": FOUR, "compat": SEVEN}
+COMPAT_OPERATIONS = STRICT_OPERATIONS | {
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: bounded_power,
+    ast.UAdd: operator.pos,
+}
+OPERATIONS = {"strict": STRICT_OPERATIONS, "compat": COMPAT_OPERATIONS}
 NUMBERS = {"strict": (int,), "compat": (int, float)}

@@ -88,9 +88,8 @@ def elements(text: str) -> tuple[str, list[str]]:
 def is_same_element(answer: str, truth: str) -> bool:
     r"""Numbers by value, anything else by `is_equal`.
 
-    If the truth is an integer, an answer with \sqrt, \frac or powers is wrong.
-    Fractions, but not mixed numbers, count in lowest terms only, unless they are spelled like the
-    truth.
+    If the truth is an integer, an answer with \sqrt, \frac or powers is wrong. Fractions, but not
+    mixed numbers, count in lowest terms only, unless they are spelled like the truth.
     """
     answer, unit, truth, true_unit = split_units(*unlabelled(answer, truth))
     if not units_agree(unit, true_unit):
@@ -106,4 +105,7 @@ def is_same_element(answer: str, truth: str) -> bool:
     if value != true_value or (true_value.denominator == 1 and "^" in short):
         return False
     fraction = FRACTION.fullmatch(short)
-    return fraction is None or int(fraction[3]) == value.denominator > 1
+    if fraction is None:
+        return True
+    denominator = int(fraction[3])
+    return denominator == value.denominator and denominator > 1

@@ -16,12 +16,12 @@ TAIL = 300  # characters of the response in which GSM8K and DAPO look for the an
 
 # --- numbers ---
 
-# -72, $72, -$1,234.50, 72. (a full stop), .5; the minus of "10-4" is no sign, the comma of "3,5" no
-# part of 3
+# -72, $72, -$1,234.50, 72. (a full stop), .5; but the minus of "10-4" is not a sign, and the comma
+# of "3,5" is not part of a number
 INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = rf"(?:(?<![0-9])-)?(?:\$-?)?(?:{INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
 ANSWER = re.compile(rf"####[ \t]*\**({NUMBER})([^\n]*)")
-# words behind a number that make another one of it
+# words that make another number of the one before them
 CONTINUATION_WORDS = """
 or and to through plus minus times x over out of point half halves third thirds quarter
 quarters tenth tenths hundredth hundredths mod hundred thousand million billion trillion
@@ -138,9 +138,9 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
     r"""{"score": -1 | 1, "acc": whether it is right, "pred": answer or ""} of one response, as DAPO
     trains on AIME.
 
-    The answer follows the last `Answer:` of the last 300 characters, on its line, or on the next if
-    that has nothing more. Of this it is the last box, or else what follows the last `=`, and its
-    first $...$, if there is one. Right by spelling or as a number; formulas are not computed.
+    The answer is on the line of the last `Answer:` in the last 300 characters, or on the next if
+    that line ends there: the last box, or else what follows the last `=`, and of that the first
+    $...$, if there is one. It is right by its spelling or as a number; formulas are not computed.
     """
     truth = normalized_truth(ground_truth)
     tail = solution_str[-TAIL:]
@@ -148,10 +148,9 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
     for match in ANSWER_LINE.finditer(tail):
         line = tail[match.end() :].partition("\n")[0]
     left, _, right = line.rpartition("=")
-    searched = right
-    if left.count("$") % 2:  # the last "=" is in $...$: all of that
-        searched = line[left.rfind("$") :]
-    inline = INLINE_MATH.search(searched)
+    inline = INLINE_MATH.search(right)
+    if left.count("$") % 2:  # the last "=" is inside of $...$
+        inline = INLINE_MATH.search(line, left.rfind("$"))
     answer = last_boxed(line)
     if not answer:
         answer = inline[1] if inline else right

@@ -57,27 +57,28 @@ class RewardModel:
         if num_outputs != 1:
             raise SystemExit(f"--reward-model {path} has {num_outputs} outputs, expected one")
         if not self.tokenizer.pad_token:
-            # the end token at last, which may end the text: the output is read before padding
+            # the end token only if there is no other: the output is read at the last token that is
+            # not padding, and the end token of a text would count as padding
             self.tokenizer.pad_token = self.tokenizer.bos_token or self.tokenizer.eos_token
         if self.tokenizer.pad_token is None:
             raise SystemExit(
                 f"--reward-model {path}: its tokenizer has neither a padding nor an end token"
             )
         self.tokenizer.padding_side = "right"
-        # the output is read at the last other token
+        # transformers finds the padding by the config's id
         text_config = self.model.config.get_text_config()
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
         text_config.pad_token_id = self.tokenizer.pad_token_id
         self.num_positions = num_positions(text_config)
 
     def text(self, row: Row, episode: Episode, response: str, policy_tokenizer) -> str:
-        """The conversation in the reward model's template; plain text where prompt or tokenizer
-        have none."""
+        """The conversation in the reward model's template; prompt and response as plain text if the
+        prompt is no conversation, or the tokenizer has no template."""
         if isinstance(row.prompt, list) and self.tokenizer.chat_template:
-            *before, last = row.prompt
+            *earlier_messages, last = row.prompt
             last_message = last | {"content": last["content"] + episode.opening}
             reply = {"role": "assistant", "content": response}
-            messages = with_replies([*before, last_message], [reply])
+            messages = with_replies([*earlier_messages, last_message], [reply])
             try:
                 return self.tokenizer.apply_chat_template(messages, tokenize=False)
             except TemplateError as error:
@@ -88,21 +89,21 @@ class RewardModel:
 
     @torch.no_grad()
     def score_episodes(
-        self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer
+        self, episodes: list[Episode], rows: Mapping[int, Row], policy_tokenizer
     ) -> None:
-        """Fill `model_reward` of each episode from what the policy said in it; without a usable
-        score the episode's own is NaN."""
-        ids = self._tokenize(episodes, prompts, policy_tokenizer)
+        """Fill `model_reward` of each episode from the text that the policy sampled; if that is not
+        a usable score, the episode's "score" becomes NaN. rows: prompt index -> Row."""
+        ids = self._tokenize(episodes, rows, policy_tokenizer)
         # a text that is longer than the model's positions has no score
-        fitting = [i for i in range(len(ids)) if len(ids[i]) <= self.num_positions]
-        num_long = len(ids) - len(fitting)
+        scorable = [i for i in range(len(ids)) if len(ids[i]) <= self.num_positions]
+        num_long = len(ids) - len(scorable)
         if num_long:
             print(
                 f"--reward-model: {num_long} of {len(ids)} texts are longer than its "
                 f"{self.num_positions:.0f} positions, and have no score",
                 flush=True,
             )
-        order = sorted(fitting, key=lambda i: len(ids[i]))
+        order = sorted(scorable, key=lambda i: len(ids[i]))
         self.model.to(self.device)
         chunk_tokens = CHUNK_TOKENS
         while order:
@@ -138,12 +139,13 @@ class RewardModel:
             )
 
     def _tokenize(
-        self, episodes: list[Episode], prompts: Mapping[int, Row], policy_tokenizer
+        self, episodes: list[Episode], rows: Mapping[int, Row], policy_tokenizer
     ) -> list[list[int]]:
+        """The token ids of each conversation."""
         texts = []
         for episode in episodes:
             response = "\n".join(sampled_turns(episode, policy_tokenizer))
-            row = prompts[episode.prompt_index]
+            row = rows[episode.prompt_index]
             texts.append(self.text(row, episode, response, policy_tokenizer))
         if not texts:
             return []

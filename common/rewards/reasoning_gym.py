@@ -19,16 +19,14 @@ SYMPY_TASKS = {
     "puzzle24",
     "simple_integration",
 }
-LITERALS = (
-    *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.unaryop, ast.Load),
-)
+LITERALS = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.unaryop, ast.Load)
 ARITHMETIC = (*LITERALS, ast.Name, ast.BinOp, ast.operator, ast.Call)
 # an answer of string_insertion; other names could be those of a scorer's variables: oracle_answer
 WORD = re.compile("[A-Z]+")
-FUNCTIONS = {
-    *("Abs", "exp", "ln", "log", "sqrt"),
-    *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
-}
+FUNCTION_NAMES = """
+Abs exp ln log sqrt sin cos tan cot sec csc asin acos atan sinh cosh tanh
+"""
+FUNCTIONS = set(FUNCTION_NAMES.split())
 
 
 def score(solution_str: str, ground_truth: str | dict) -> dict:
@@ -39,16 +37,16 @@ def score(solution_str: str, ground_truth: str | dict) -> dict:
     last complete <answer>…</answer>. Many scorers give part of 1 for an answer that is nearly
     right, and some a little for one that is wrong. An answer at which a scorer fails gets 0.
     """
-    truth = ground_truth
+    truth = ground_truth  # common.score has already read that of an evaluation's sample
     if isinstance(truth, str):
-        truth = json.loads(truth)  # common.score has read the truth of an evaluation's sample
+        truth = json.loads(truth)
     answer = last_answer(solution_str)
     value = 0.0
     if answer is not None and is_harmless(answer, truth["task"]):
         scorer = find_scorer(truth["task"], json.dumps(truth["config"], sort_keys=True))
         try:
             value = float(scorer(answer, truth["entry"]))
-        except Exception:  # none of them is made for any text
+        except Exception:  # a scorer may raise anything at a text that it does not expect
             value = 0.0
     return {"score": value, "pred": answer or "", "format": float(answer is not None)}
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 
 COMPLETIONS = {"completions", "completion_ids"}  # one of them is named by any such function
-OF_THE_TRAINER = {"trainer_state", "environments"}  # what only TRL's trainer could give
+TRAINER_ARGUMENTS = {"trainer_state", "environments"}  # only TRL's trainer has them
 NOT_APPLICABLE = "not applicable"  # in the error of a response whose score is None
 
 
@@ -19,9 +19,9 @@ def with_verl_signature(function: Callable) -> Callable:
     """The function as one of verl's, for one response; an `async def` stays one.
 
     extra_info has the columns of the row, and besides `prompt` and, in training, `completion_ids`.
-    A dict with what it logs by log_metric and log_extra, and the "score". ValueError if it wants an
-    argument that there is not, or does not return one score; for None the reason has
-    NOT_APPLICABLE.
+    Returns a dict of the "score" and what the function logs by log_metric and log_extra. ValueError
+    if the function wants an argument that is not there, or does not return one score; if it returns
+    None, the error contains NOT_APPLICABLE.
     """
 
     def call(data_source, text, ground_truth, extra_info, logged: dict) -> object:
@@ -72,7 +72,7 @@ def arguments_of(function: Callable, text: str, columns: Mapping, logged: dict) 
             continue
         if name in arguments:
             accepted[name] = arguments[name]
-        elif name in OF_THE_TRAINER and parameter.default is parameter.empty:
+        elif name in TRAINER_ARGUMENTS and parameter.default is parameter.empty:
             raise ValueError(f"it wants {name}, which only TRL's trainer has")
         elif parameter.default is parameter.empty:
             raise ValueError(

@@ -146,8 +146,9 @@ def symbols_differ(answer: str, truth: str) -> bool:
         return False
     symbols = SYMBOL.findall(answer)
     true_symbols = SYMBOL.findall(truth)
-    same_letters = [x.lower() for x in symbols] == [x.lower() for x in true_symbols]
-    return same_letters and symbols != true_symbols
+    lower = [symbol.lower() for symbol in symbols]
+    true_lower = [symbol.lower() for symbol in true_symbols]
+    return lower == true_lower and symbols != true_symbols
 
 
 def same_plain(answer: str, truth: str) -> bool:

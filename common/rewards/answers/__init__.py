@@ -2,11 +2,10 @@ r"""Equality of mathematical answers: 0.5 is \frac{1}{2}, 5 cm is 5, \{1, 2\} is
 2x - y = 0.
 
 `is_equal` looks at an answer from the outside in: its typesetting, options, lists, intervals and
-matrices, equations, units. What is left are numbers, words, and formulas
-(formulas.py). No function raises. Each takes time linear in the answer, but for the
-pairs of items of short lists.
+matrices, equations, units. What is left are numbers, words, and formulas (formulas.py).
 
-This file compares; how a text is read is in the files beside it.
+This file compares; how a text is read is in the files beside it. No function here raises. Each
+takes time linear in the answer, but for the pairs of items of short lists.
 """
 
 import re
@@ -145,14 +144,14 @@ def same_leaf(answer: str, truth: str) -> bool:
     answer_core, unit, true_core, true_unit = split_units(answer, truth)
     if not units_agree(unit, true_unit):
         return False
-    short = spelling(answer_core)
-    true_short = spelling(true_core)
-    if short == true_short:
-        return short != ""
-    value = rational(short)
-    if value is None or rational(true_short) is None:
+    answer_spelling = spelling(answer_core)
+    true_spelling = spelling(true_core)
+    if answer_spelling == true_spelling:
+        return answer_spelling != ""
+    value = rational(answer_spelling)
+    if value is None or rational(true_spelling) is None:
         return False
-    return rounds_to(value, short_form(true_core), 5)
+    return rounds_to(value, short_form(true_core), min_digits=5)
 
 
 def clock_parts(time: re.Match) -> tuple[str, str, str]:
@@ -169,11 +168,12 @@ NTH_DERIVATIVE = re.compile(r"\^\s*\{\s*\(\s*[0-9a-z]\s*\)\s*\}")
 # A^{-1}B, B A^T: products of matrices do not commute
 INVERSE = r"[A-Z]\}?\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})"
 MATRIX_PRODUCT = re.compile(rf"{INVERSE}\s*\{{?[A-Z]|[A-Z]\}}?\s*\{{?{INVERSE}")
-# of a matrix: 2 \times 3
-SIZE = re.compile(r"\s*(?:[0-9]+|[a-z])\s*\\times\s*(?:[0-9]+|[a-z])\s*")
+# 2 \times 3
+MATRIX_SIZE = re.compile(r"\s*(?:[0-9]+|[a-z])\s*\\times\s*(?:[0-9]+|[a-z])\s*")
 # matrices in their order; not the letters of words and commands
 CAPITALS = re.compile(r"(?<![\\a-zA-Z])[A-Z]|(?<=[A-Z])[A-Z]")
-OF_PRODUCT = re.compile(r"\)\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})")  # (AB)^{-1}
+# (AB)^{-1}
+INVERSE_OF_PRODUCT = re.compile(r"\)\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})")
 SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE)
 MORE_THAN_LETTERS = re.compile(r"[0-9+\-*/^!|()\[\]\\']")
 WORD = re.compile(
@@ -191,13 +191,13 @@ def same_formula(answer: str, truth: str) -> bool:
     true_text = formula(true_core)
     if is_spelled_only(text) or is_spelled_only(true_text):
         return False
-    if SIZE.fullmatch(text) and SIZE.fullmatch(true_text):  # 2 \times 3 is no 3 \times 2
-        return False
+    if MATRIX_SIZE.fullmatch(text) and MATRIX_SIZE.fullmatch(true_text):
+        return False  # 2 \times 3 is no 3 \times 2
     if MATRIX_PRODUCT.search(text) or MATRIX_PRODUCT.search(true_text):
-        # in one order they are one product, of matrices too; (AB)^{-1} turns it around
+        # matrices in the same order are compared as numbers are; (AB)^{-1} turns the order around
         if CAPITALS.findall(text) != CAPITALS.findall(true_text):
             return False
-        if OF_PRODUCT.search(text + true_text):
+        if INVERSE_OF_PRODUCT.search(text + true_text):
             return False
     if not MORE_THAN_LETTERS.search(text) and not MORE_THAN_LETTERS.search(true_text):
         return False  # "no" is not "on"
@@ -223,8 +223,8 @@ def is_rounded(text: str, decimal: str, min_digits: int = 6) -> bool:
 
 
 def formula(text: str) -> str:
-    """As formulas.py reads it: without upright letters, degrees, and commas in one
-    large number."""
+    """As formulas.py reads it: without \\text around a letter, the commas of a large number, and
+    degrees, but for those in \\sin and the like."""
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"{\1}", text)
     if not TRIGONOMETRIC.search(text):
         text = text.replace("°", " ")
@@ -277,11 +277,14 @@ def same_as_relation(text: str, relation: Relation, other: str, depth: int) -> b
         return same(value, other, depth - 1)
     if set(signs) == {"="} and not symbols_in(text):
         return same(sides[0], other, depth - 1) and same(sides[-1], other, depth - 1)
-    turned = [relation]
+    forms = [relation]
     if len(signs) == 1 and signs[0] in LESS | GREATER:
-        turned.append(reverse(relation))  # a < x is about x, or about a
-    intervals = [interval_of(form) for form in turned]
-    return any(found and same(found[1], other, depth - 1) for found in intervals)
+        forms.append(reverse(relation))  # a < x is about x, or about a
+    for form in forms:
+        interval = interval_of(form)
+        if interval and same(interval[1], other, depth - 1):
+            return True
+    return False
 
 
 def is_result(result: Relation, truth: str, depth: int) -> bool:
@@ -309,8 +312,8 @@ def same_collection(
         true_items = true_labelled or true_items
         return len(items) == len(true_items) and same_in_order(items, true_items, depth)
     # a list may stand for a set or a union, but for no intersection
-    is_open_list = "list" in kinds and "intersection" not in kinds
-    if kinds <= UNORDERED and (len(kinds) == 1 or is_open_list):
+    are_compatible = len(kinds) == 1 or ("list" in kinds and "intersection" not in kinds)
+    if kinds <= UNORDERED and are_compatible:
         return same_items(items, true_items, depth)
     if kinds == {"reals without"}:
         return same_items(items, true_items, depth)
@@ -351,9 +354,9 @@ def same_items(items: list[str], true_items: list[str], depth: int) -> bool:
     spellings = [spelling(item) for item in items]
     unmatched = []
     for true_item in true_items:
-        short = spelling(true_item)
-        if short in spellings:
-            place = spellings.index(short)
+        true_spelling = spelling(true_item)
+        if true_spelling in spellings:
+            place = spellings.index(true_spelling)
             del spellings[place]
             del rest[place]
         else:

@@ -27,7 +27,7 @@ from common.rewards.answers.values import (
 if TYPE_CHECKING:
     import sympy
 
-MAX_CHARACTERS = 200
+MAX_CHARACTERS = 200  # of a formula
 MAX_BITS = 100_000  # bits of the numbers that a formula leads to
 MAX_ROOT_BITS = 256  # bits of a number under a root: sympy tries to factor it
 MAX_EXPONENT = 10_000  # value of an exponent of e, or of one that is no integer
@@ -36,8 +36,8 @@ MAX_ANGLE_BITS = 4096  # bits of the argument of sin and the like, which needs a
 MAX_ROUNDED = 10**200  # number in a floor or a ceiling
 MAX_FACTORIAL = 999
 MAX_BINOMIAL = 9999
-MAX_FUNCTIONS = 4  # depth of functions inside each other
-MAX_BRACKETS = 40  # depth of brackets
+MAX_FUNCTION_DEPTH = 4  # functions inside each other
+MAX_BRACKET_DEPTH = 40
 
 TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 EXPONENTIAL = ("exp", "sinh", "cosh", "tanh")  # computed from e^x
@@ -166,8 +166,8 @@ def is_multiple(a: "sympy.Expr", b: "sympy.Expr", direction: int) -> bool:
 
 
 def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> list[Point]:
-    """Points for comparing: integers where n! or n choose k occurs, also large numbers where
-    something is rounded."""
+    """Points for comparing: integers where n! or n choose k occurs; also large numbers where
+    something is rounded, or is another formula far from 0."""
     from sympy import Abs, binomial, ceiling, factorial, floor
     from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction
 
@@ -279,9 +279,9 @@ class Reader:
         if text[end:].strip() or not self.tokens:
             raise Unreadable(f"not a formula: {text[end:]!r:.40}")
         self.position = 0
-        self.functions = 0
-        self.brackets = 0
-        self.bars = 0  # absolute values that are open
+        self.function_depth = 0
+        self.bracket_depth = 0
+        self.open_bars = 0  # of absolute values
 
     @property
     def kind(self) -> str:
@@ -336,9 +336,9 @@ class Reader:
         is_lone_number = latest_is_number and self.position == start + 1  # no power, no factorial
         may_be_mixed = is_lone_number and self.tokens[start][1].isdecimal()
         while self.starts_factor() and not (of_function and self.starts_function()):
-            follows_operator = self.tokens[self.position - 1][0] == "operator"
-            # (x)2 is a product; x2, 2 3 and 2^{3}4 are not known here
-            if self.kind == "number" and (latest_is_number or not follows_operator):
+            follows_bracket_or_mark = self.tokens[self.position - 1][0] == "operator"
+            # (x)2 and x!2 are products; x2, 2 3 and 2^{3}4 are not known here
+            if self.kind == "number" and (latest_is_number or not follows_bracket_or_mark):
                 raise Unreadable("a number behind a number or a letter")
             latest_is_number = self.kind == "number"
             if may_be_mixed and self.token == "\\frac":
@@ -354,7 +354,7 @@ class Reader:
         if self.kind == "command":
             return self.token not in ("\\cdot", "\\times", "\\div", "\\rfloor", "\\rceil")
         # inside of |...| a bar closes
-        return self.token in ("(", "{") or (self.token == "|" and not self.bars)
+        return self.token in ("(", "{") or (self.token == "|" and not self.open_bars)
 
     def starts_function(self) -> bool:
         return self.token.removeprefix("\\") in (*FUNCTIONS, *LOGARITHMS)
@@ -409,15 +409,15 @@ class Reader:
         return self.rest_of_group(end)
 
     def rest_of_group(self, end: str) -> "sympy.Expr":
-        self.brackets += 1
-        if self.brackets > MAX_BRACKETS:
+        self.bracket_depth += 1
+        if self.bracket_depth > MAX_BRACKET_DEPTH:
             raise Unreadable("too many brackets")
-        outer_bars = self.bars
-        self.bars = 0  # in brackets a bar opens, as at the start
+        outer_bars = self.open_bars
+        self.open_bars = 0  # in brackets a bar opens, as at the start
         value = self.sum_of_products()
         self.expect(end)
-        self.bars = outer_bars
-        self.brackets -= 1
+        self.open_bars = outer_bars
+        self.bracket_depth -= 1
         return value
 
     def atom(self) -> "sympy.Expr":
@@ -437,10 +437,10 @@ class Reader:
             return self.group("{", "}")
         if token == "|":
             self.take()
-            self.bars += 1
+            self.open_bars += 1
             value = self.sum_of_products()
             self.expect("|")
-            self.bars -= 1
+            self.open_bars -= 1
             return sympy.Abs(value)
         raise Unreadable(f"unexpected {token!r}")
 
@@ -490,8 +490,8 @@ class Reader:
     def function(self, name: str) -> "sympy.Expr":
         r"""A function of a bracket, or of the factors up to the next function: \sin(x), \sin 2x,
         \sin^2 x, \log_2 8."""
-        self.functions += 1
-        if self.functions > MAX_FUNCTIONS:
+        self.function_depth += 1
+        if self.function_depth > MAX_FUNCTION_DEPTH:
             raise Unreadable("too many functions inside each other")
         scripts: dict[str, sympy.Expr] = {}  # "_" and "^" -> what stands there
         while self.token in ("_", "^"):
@@ -503,7 +503,7 @@ class Reader:
             argument = self.group("(", ")")
         else:
             argument = self.factors(of_function=True)
-        self.functions -= 1
+        self.function_depth -= 1
         return function_value(name, argument, scripts.get("_"), scripts.get("^"))
 
 
@@ -524,7 +524,7 @@ def function_value(
         exponent = None
     check_real(argument)
     if name in EXPONENTIAL:
-        check_growing(argument)
+        check_exponent(argument)
     elif bits_of(argument) > MAX_ANGLE_BITS:
         raise Unreadable("the argument is too large")
     if name == "ln":
@@ -555,9 +555,9 @@ def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
         if bits_of(base) * abs(int(exponent)) > MAX_BITS:
             raise Unreadable("the power is too large")
         return base**exponent
-    check_growing(exponent)
-    is_root = not exponent.is_Integer and not base.free_symbols
-    if is_root and bits_of(base) > MAX_ROOT_BITS:
+    check_exponent(exponent)
+    may_be_root = not exponent.is_Integer and not base.free_symbols
+    if may_be_root and bits_of(base) > MAX_ROOT_BITS:
         raise Unreadable("the root of too large a number")
     return base**exponent
 
@@ -576,9 +576,9 @@ def rounded(value: "sympy.Expr", name: str) -> "sympy.Expr":
     return sympy.Integer(int(integer))
 
 
-def check_growing(exponent: "sympy.Expr") -> None:
-    """The exponent of e or of a number: no towers such as e^{e^x} and x^{n!}, and no numbers above
-    the bounds."""
+def check_exponent(exponent: "sympy.Expr") -> None:
+    """Unreadable for the exponent of a tower such as e^{e^x} or x^{n!}, and for one with numbers
+    above the bounds."""
     from sympy import preorder_traversal
 
     if not exponent.is_rational_function() and grows(exponent):

@@ -31,8 +31,8 @@ def collection(text: str) -> tuple[str, list[str]]:
     r"""(kind, items); ("", [text]) of what is no collection.
 
     kind: "list", "set", "union" or "intersection" of what has no order, brackets such as "(]" of
-    what has one, "matrix 2,2" (the lengths of its rows), "set-builder", "set of a set". What has
-    \pm is a list of two.
+    what has one, "matrix 2,2" (the lengths of its rows), "reals without" numbers in no known order,
+    "set-builder", "set of a set". What has \pm is a list of two.
     """
     match = MATRIX.fullmatch(text)
     if match and not outside(text, SEPARATOR):  # with commas between them, several

@@ -33,8 +33,8 @@ def option(text: str) -> tuple[str, str]:
     letter = match[2] or match[3]
     content = match[4]
     letters_in_content = [mark[1] or mark[2] for mark in OPTION_MARK.finditer(content)]
-    names_later_options = any(other > letter for other in letters_in_content)
-    if names_later_options or not OPTION_TEXT.match(content) or OPERATOR.match(content):
+    has_later_options = any(other > letter for other in letters_in_content)
+    if has_later_options or not OPTION_TEXT.match(content) or OPERATOR.match(content):
         return "", ""
     return letter, content.strip()
 

@@ -151,11 +151,13 @@ def labels_differ(answer: str, truth: str) -> bool:
     true_letters, *true_index = bare_name(true_name).split("_")
     if index and true_index and index != true_index:
         return True
-    # AB and BA; but not AB:CD and CD:AB
-    is_segment = letters.isupper() and letters.isalpha() and sorted(letters) == sorted(true_letters)
+    if letters == true_letters:
+        return False
     if "\\angle" in name + true_name:  # ABC is CBA, and not BAC
-        is_segment = letters == true_letters[::-1]
-    return letters != true_letters and not is_segment
+        return letters != true_letters[::-1]
+    # AB is BA; but AB:CD is not CD:AB
+    are_points = letters.isupper() and letters.isalpha()
+    return not are_points or sorted(letters) != sorted(true_letters)
 
 
 def bare_name(name: str) -> str:
@@ -203,5 +205,6 @@ def reverse(relation: Relation) -> Relation:
 
 
 def reals_without(*numbers: str) -> str:
+    r"""(-\infty, 1) \cup (1, \infty) of 1. Numbers in ascending order."""
     ends = ["-\\infty", *numbers, "\\infty"]
     return " \\cup ".join(f"({start}, {end})" for start, end in pairwise(ends))

@@ -90,8 +90,10 @@ def lower_case(word: re.Match) -> str:
 
 
 def rounds_to(value: Fraction, decimal: str, min_digits: int) -> bool:
-    """Whether a decimal is the value rounded, with enough digits behind the point, and as many that
-    are not zeros in front: MAWPS has 0.6666666667 for 2/3."""
+    """Whether a decimal is the value rounded: MAWPS has 0.6666666667 for 2/3.
+
+    It needs `min_digits` digits behind the point, and as many without the zeros at its ends.
+    """
     digits = decimal.partition(".")[2]
     significant = re.sub("[.,]", "", decimal).strip("-+0")
     true_value = rational(decimal)

@@ -154,9 +154,9 @@ def split_unit(text: str, other_unit: str = "") -> tuple[str, str]:
         currency = UNIT_OF.get(match[2], match[2])
         price = PRICE.match(rest)
         if price:  # 15 $ per hour
-            priced = unit_behind(f"{price[1]} {match[2]} {rest[price.end() :]}", other_unit)
-            if priced:
-                return priced
+            rate = unit_behind(f"{price[1]} {match[2]} {rest[price.end() :]}", other_unit)
+            if rate:
+                return rate
     quantity, unit = unit_behind(rest, other_unit) or unit_in_brackets(rest) or (rest, currency)
     if currency and unit == "kelvin":  # $5K
         return rest, currency
@@ -240,9 +240,9 @@ def unit_name(text: str) -> str:
     dividends = []
     divisors = []
     for name, power in sorted(factors):
-        size = "" if abs(power) == 1 else f"^{abs(power)}"
+        exponent = "" if abs(power) == 1 else f"^{abs(power)}"
         side = dividends if power > 0 else divisors
-        side.append(name + size)
+        side.append(name + exponent)
     name = " ".join(dividends) or "1"
     return f"{name}/{' '.join(divisors)}" if divisors else name
 

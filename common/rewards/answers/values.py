@@ -19,16 +19,14 @@ Value = Fraction | mpmath.mpf | mpmath.mpc
 Point = Mapping["sympy.Symbol", Fraction]
 
 PRECISION = 2000  # bits
-NOISE = mpmath.ldexp(1, -1600)  # relative size of a difference that is none
+NOISE = mpmath.ldexp(1, -1600)  # the relative difference up to which two values are equal
 # of an irrational angle in sin and the like, which need its digits behind the point
 MAX_ANGLE = mpmath.ldexp(1, 100)
 PERIODIC = ("sin", "cos", "tan", "cot", "sec", "csc")
-FUNCTIONS = (
-    *("asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh", "tanh", "exp", "log"),
-    *("re", "im", "arg", "sign", "conjugate"),
-)
+FUNCTION_NAMES = "asin acos atan acot asec acsc sinh cosh tanh exp log re im arg sign conjugate"
+FUNCTIONS = FUNCTION_NAMES.split()
 ROUNDINGS = {"floor": math.floor, "ceiling": math.ceil}
-COUNTS = {"factorial": math.factorial, "binomial": math.comb}  # of integers
+COUNTS = {"factorial": math.factorial, "binomial": math.comb}  # of integers up to MAX_COUNTED
 MAX_COUNTED = 10_000
 MAX_POWER_BITS = 200_000  # of an exact power: at x = 101, x^{x^6} would fill the memory
 
@@ -110,7 +108,7 @@ def value_of(number: "sympy.Expr") -> Value:
 
 
 def value_at(expression: "sympy.Expr", point: Point) -> Value:
-    """Raises NO_VALUE where there is none, and of what is not known here."""
+    """Raises one of NO_VALUE where there is none, or for what is not known here."""
     import sympy
 
     if expression.is_Rational:
@@ -119,8 +117,11 @@ def value_at(expression: "sympy.Expr", point: Point) -> Value:
         return point[expression]
     if expression == sympy.I:
         return mpmath.mpc(0, 1)
-    if expression in (sympy.pi, sympy.E):
-        return +mpmath.pi if expression == sympy.pi else +mpmath.e
+    # + computes a constant to the precision in force
+    if expression == sympy.pi:
+        return +mpmath.pi
+    if expression == sympy.E:
+        return +mpmath.e
     if not expression.args:
         raise ValueError(f"{expression} has no value")
     values = [value_at(argument, point) for argument in expression.args]
@@ -148,9 +149,9 @@ def function_value(name: str, values: list[Value]) -> Value:
     if name in ROUNDINGS:
         return Fraction(ROUNDINGS[name](near_integer(exact(values[0]))))
     if name in COUNTS:
-        return Fraction(COUNTS[name](*map(counted, values)))
+        return Fraction(COUNTS[name](*map(whole_number, values)))
     if name in PERIODIC:
-        return periodic(name, values[0])
+        return periodic_value(name, values[0])
     if name in FUNCTIONS:
         return getattr(mpmath, name)(*map(inexact, values))
     raise ValueError(f"{name} is not known")
@@ -162,14 +163,15 @@ def near_integer(value: Fraction) -> Fraction:
     return Fraction(nearest) if abs(value - nearest) < Fraction(1, 2**200) else value
 
 
-def counted(value: Value) -> int:
+def whole_number(value: Value) -> int:
+    """The argument of a factorial or binomial; ValueError unless it is an integer in bounds."""
     number = exact(value)
     if number.denominator > 1 or number > MAX_COUNTED:
         raise ValueError(f"{number} is not counted")
     return int(number)
 
 
-def periodic(name: str, angle: Value) -> Value:
+def periodic_value(name: str, angle: Value) -> Value:
     if not isinstance(angle, Fraction):
         if abs(angle) > MAX_ANGLE:
             raise ValueError("too large an angle")
@@ -177,4 +179,4 @@ def periodic(name: str, angle: Value) -> Value:
     extra_bits = angle.numerator.bit_length()  # at least those before the point
     with mpmath.extraprec(extra_bits):
         value = getattr(mpmath, name)(inexact(angle))
-    return +value
+    return +value  # rounded to the precision in force
