@@ -182,7 +182,7 @@ def run_check(check: Check) -> str:
     """The last line that the program prints; if it fails, the last line of its error, and the
     remedy."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", check.program],
             cwd=ROOT,
             capture_output=True,
@@ -192,10 +192,10 @@ def run_check(check: Check) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {SECONDS} s: ask again when the machine is less busy"
-    if done.returncode:
-        answer = anonymous(last_line(done.stderr))
-        return f"{answer} (exit code {done.returncode}) {check.remedy}"
-    return anonymous(last_line(done.stdout))
+    if process.returncode:
+        answer = anonymous(last_line(process.stderr))
+        return f"{answer} (exit code {process.returncode}) {check.remedy}"
+    return anonymous(last_line(process.stdout))
 
 
 def last_line(output: str) -> str:

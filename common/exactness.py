@@ -24,9 +24,9 @@ REFUSALS = {
     "inkling_text": "makes its logits in a way of its own",
     "llama4_text": "attends in chunks, and has no backbone apart from its head",
 }
-# whose attention does not get the options that packs need
+# model types whose attention does not get the options that packs need
 WITHOUT_OPTIONS = ("nemotron", "moshi")
-# whose layers are compiled once for packs of all lengths (tests/math/test_compiled.py)
+# model types whose layers are compiled once for packs of all lengths (tests/math/test_compiled.py)
 COMPILED = {
     "cohere2",
     "ernie4_5",
@@ -99,8 +99,8 @@ def why_not_packed(model: nn.Module) -> str | None:
 
 
 def exact_attention(model: nn.Module, attention: str, machine: Machine) -> str:
-    """`attention`; with `--attention auto` rows, for a model that only rows can hold. SystemExit
-    if that excludes --compile."""
+    """`attention`; or with `--attention auto` "rows", if the model can only be trained in rows.
+    SystemExit if --compile excludes them."""
     if machine.attention != "auto":
         return attention
     reason = why_unsupported(model, attention)
@@ -116,9 +116,9 @@ def exact_attention(model: nn.Module, attention: str, machine: Machine) -> str:
 def choose_compile(
     model: nn.Module, attention: str, machine: Machine, device: torch.device
 ) -> tuple[bool, str]:
-    """Whether the layers of a model are compiled: as --compile or --no-compile says; without
-    either, those of families in COMPILED on a GPU with flex attention, else not, for the reason
-    that is returned beside it."""
+    """Whether the layers of a model are compiled, and why not ("" if a flag decides). Without
+    --compile and --no-compile they are for the model types in COMPILED, on a GPU with flex
+    attention."""
     model_type = model.config.get_text_config().model_type
     if machine.compile is not None:
         return machine.compile, ""
@@ -159,12 +159,13 @@ def checked_skeleton(path: str, attention: str, trust_remote_code: bool, flag: s
 @torch.no_grad()
 def check_policy(policy: nn.Module, dtype: torch.dtype, name: str) -> None:
     """SystemExit if a small micro-batch does not give the log-probs that transformers' model gives
-    each of its texts: then texts see each other, or something that the model does is left out. All
-    ranks call it together, before the first step.
+    for each of its texts alone: then texts see each other, or something that the model does is left
+    out. All ranks call it together, before the first step.
 
     policy: wrapped, on its device. dtype: in which it computes. name: its flag and folder.
     """
     vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+    # a prompt of 3 tokens with two responses of 4
     ids = [(11 + i) % vocabulary for i in range(11)]
     episodes = []
     for sample_index, response_ids in enumerate((ids[3:7], ids[7:])):

@@ -37,12 +37,11 @@ class Scoring:
     output: Path | None = None
     # FILE.py:NAME, verl's signature or TRL's; default: by the row's data_source
     reward_function: str | None = None
-    # seconds for one response; one that takes longer, or crashes, scores 0
+    # seconds for one response; one that takes longer, or crashes, counts as wrong
     reward_timeout: Positive = 10.0
     # rows without a response, a truth or a scorer: stop, or drop them
     bad_rows: Literal["error", "drop"] = "error"
-    # write the rows that are right in so many of their responses, a lower and an upper share, to
-    # ROWS_kept.*
+    # LOW HIGH: write to ROWS_kept.* the rows whose share of right responses is from LOW to HIGH
     keep: tuple[float, float] | None = None
     # the rows that --keep chooses from: the --eval-data of the evaluation that wrote FILE; default:
     # FILE
@@ -51,9 +50,9 @@ class Scoring:
 
 @dataclass
 class Response:
-    """A response, and what scores it."""
+    """A response, and what it is scored by."""
 
-    row: int
+    row: int  # number of its row in FILE
     text: str
     data_source: str
     ground_truth: object
@@ -169,11 +168,11 @@ def write_kept_rows(
     shares = {number: sum(right) / len(right) for number, right in verdicts.items()}
     kept = sorted(number for number, share in shares.items() if low <= share <= high)
     num_hard = sum(share < low for share in shares.values())
+    num_easy = sum(share > high for share in shares.values())
     num_rows = len(rows.table)
     counts = (
         f"{len(kept)} of {num_rows} rows are right in {low:.0%} to {high:.0%} of their responses; "
-        f"{num_hard} in fewer, {len(shares) - len(kept) - num_hard} in more, "
-        f"{num_rows - len(shares)} have none"
+        f"{num_hard} in fewer, {num_easy} in more, {num_rows - len(shares)} have none"
     )
     if not kept:
         raise SystemExit(f"{counts}; nothing is kept")

@@ -145,8 +145,8 @@ def is_correct(rewards: Mapping[str, float | str]) -> bool:
 
 
 class RewardWorkers(Pool):
-    """`workers` processes that score with the function FILE.py:NAME, or else with the built-in
-    functions.
+    """At most `max_workers` processes that score with the function FILE.py:NAME, or else with the
+    built-in functions.
 
     The deadline of a call is the function's `timeout_s`, or else `timeout_s` here, in seconds; the
     memory limit is that of `Worker`, errors are those of `Pool`. ValueError if the file is missing
@@ -158,7 +158,7 @@ class RewardWorkers(Pool):
     def __init__(
         self,
         function_spec: str | None,
-        workers: int,
+        max_workers: int,
         timeout_s: float,
         memory_gib: float = 4.0,
         sources: Iterable[str] = (),
@@ -176,7 +176,7 @@ class RewardWorkers(Pool):
         def new_worker() -> Worker:
             return Worker(make, spec, self.job_timeout_s, memory_gib)
 
-        super().__init__("a reward worker did not start", new_worker, workers)
+        super().__init__("a reward worker did not start", new_worker, max_workers)
         self.has_own_function = bool(function_spec)
         # `Pool` has started one worker, with the default deadline. That worker has loaded the
         # function and reports the function's own deadline: from here on it holds for this worker,
