@@ -131,10 +131,11 @@ class RewardModel:
         failed = [episode for episode in episodes if not is_usable(episode.model_reward)]
         for episode in failed:
             episode.set_rewards({**episode.rewards, "score": nan})
-        if failed:
+        unusable = [e.model_reward for e in failed if e.model_reward is not None]
+        if unusable:
             print(
-                f"--reward-model: {len(failed)} of {len(episodes)} scores are not finite or above "
-                f"{MAX_SCORE:g} in magnitude, the first: {failed[0].model_reward}",
+                f"--reward-model: {len(unusable)} of {len(scorable)} scores are not finite or "
+                f"above {MAX_SCORE:g} in magnitude, the first: {unusable[0]}",
                 flush=True,
             )
 

@@ -23,9 +23,7 @@ LITERALS = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.
 ARITHMETIC = (*LITERALS, ast.Name, ast.BinOp, ast.operator, ast.Call)
 # an answer of string_insertion; other names could be those of a scorer's variables: oracle_answer
 WORD = re.compile("[A-Z]+")
-FUNCTION_NAMES = """
-Abs exp ln log sqrt sin cos tan cot sec csc asin acos atan sinh cosh tanh
-"""
+FUNCTION_NAMES = "Abs exp ln log sqrt sin cos tan cot sec csc asin acos atan sinh cosh tanh"
 FUNCTIONS = set(FUNCTION_NAMES.split())
 
 

@@ -80,13 +80,14 @@ def spelling(text: str) -> str:
     return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
 
 
-def lower_case(word: re.Match) -> str:
+def lower_case(match: re.Match) -> str:
     """A word in lower case; but one or two letters, and three capitals, are symbols: A, Ab, ABC."""
-    lower = word[0].lower()
+    word = match[0]
+    lower = word.lower()
     if lower in ("no", "yes", "odd"):
         return lower
-    is_symbol = len(lower) < 3 or (len(lower) == 3 and word[0].isupper())
-    return word[0] if is_symbol else lower
+    is_symbol = len(lower) < 3 or (len(lower) == 3 and word.isupper())
+    return word if is_symbol else lower
 
 
 def rounds_to(value: Fraction, decimal: str, min_digits: int) -> bool:
