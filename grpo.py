@@ -11,8 +11,8 @@ Where this differs from the papers and from most implementations:
    default; GRPO's and Dr. GRPO's by flag).
 2. Strictly on-policy steps (one minibatch, one epoch) spend no pass on old log-probs: they are the
    new ones, detached, and the ratio is exactly 1. With several minibatches only those after the
-   first need the pass.
-3. Rollouts come from a vLLM engine inside each rank. A sync fails if a weight is missing, unknown
+   first need the pass. With a KL in the reward (--kl-reward-coef) all do.
+3. Rollouts come from a vLLM engine inside the ranks. A sync fails if a weight is missing, unknown
    or sent twice. The gap between the engine's and the trainer's log-probs is measured on every
    step, and stops the run when it is too large.
 4. The prompt of a group is computed once, followed by its G responses (common/packing.py).
@@ -488,14 +488,14 @@ def collect(
 
 
 def add_tool_bonus(episodes: list[Episode], bonus: float) -> None:
-    """A right answer earns `bonus` for each call before it that ran and showed something (arXiv
-    2602.20739)."""
+    """A right answer earns `bonus` for each call before it that ended without an error (arXiv
+    2602.20739), unless the tool's info has a false "acted": the call did nothing."""
     for episode in episodes:
         answer_turn = episode.turns - 1
         num_useful = 0
         for call in episode.calls:
-            showed_something = call["info"].get("acted", True)
-            if call["turn"] < answer_turn and not call["error"] and showed_something:
+            acted = call["info"].get("acted", True)
+            if call["turn"] < answer_turn and not call["error"] and acted:
                 num_useful += 1
         tool_bonus = bonus * num_useful if is_correct(episode.rewards) else 0.0
         episode.terms["tool_bonus"] = tool_bonus
@@ -650,7 +650,8 @@ def check_args(args: Args) -> None:
     if args.dynamic_sampling == 1:
         raise SystemExit("--dynamic-sampling 1 never refills: give a number of rounds, such as 10")
     # group-std divides by the spread, so in a group of equal scores a small KL becomes a whole
-    # advantage; a masked response has no trained token, so it pays no KL
+    # advantage. A masked response has no trained token, so it pays no KL, but counts in the
+    # baseline of its group: the others would be pushed down for their KL alone.
     kl_decides = args.advantage == "group-std" or args.mask_truncated
     if args.kl_reward_coef and kl_decides:
         raise SystemExit(

@@ -27,8 +27,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class MergedLinear(torch.autograd.Function):
-    """x · Wᵀ + bias with x [..., in] -> [..., out]. Neither W nor its gradient, both as large as
-    W0, is kept between forward and backward."""
+    """x · Wᵀ + bias with x [..., in] -> [..., out]. W, as large as W0, is computed again in the
+    backward, and its gradient never."""
 
     @staticmethod
     def forward(
@@ -71,7 +71,7 @@ class LoraLinear(nn.Linear):
         layer.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, **options))
         # zeros: at first W is W0
         layer.lora_B = nn.Parameter(torch.zeros(layer.out_features, rank, **options))
-        if not weight.is_meta:
+        if not weight.is_meta:  # on meta parameters are only counted (common/memory/shape.py)
             bound = layer.in_features**-0.5
             # drawn on the CPU, in float32
             initial = torch.empty(rank, layer.in_features)

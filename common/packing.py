@@ -3,8 +3,8 @@ its G responses.
 
     prompt A | response A1 | response A2 | prompt B | response B1 | ... | padding
 
-A response token sees its prompt and itself, never a sibling; its positions continue from the
-prompt's end. Only trained tokens have a target. They are addressed by flat indices, so nothing is
+A response sees its prompt and itself, never a sibling; its positions continue from the prompt's
+end. Only trained tokens have a target. They are addressed by flat indices, so nothing is
 multiplied by a padded mask.
 
 With --attention rows each episode has a row of its own, padded on the right, which any causal model
