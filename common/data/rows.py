@@ -26,8 +26,8 @@ from common.progress import Progress, say
 
 JSON_LINE = "json line"  # the only column of a table whose rows are texts
 LINES = {b"place": b"line"}  # metadata of a table whose rows were lines of a file
-# An object with a list of objects under one of these keys is a whole file and no row. Its rows are
-# read if the key is "data"; else it is refused.
+# A file that is one object, with a list of objects under one of these keys, is no row: its rows are
+# read if that key is "data", else it is refused. (A single line of .jsonl or .ndjson is a row.)
 ROW_LISTS = (
     "data",
     "rows",
@@ -131,7 +131,7 @@ class RowFiles:
         """
         file, row = self._locate(index)
         table = self.tables[file]
-        if table.schema.metadata != LINES or table.column_names != [JSON_LINE]:
+        if table.schema.metadata != LINES:
             return f"{self.paths[file]} row {row}"
         lines = table.slice(0, row + 1).column(0)
         # `lines_of` puts a newline in front of a row for each blank line before it

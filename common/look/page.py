@@ -203,7 +203,7 @@ def segments_of(row: dict, calls: list[dict], num_media: int, tokenizer) -> list
                 segment["spans"] = shaded_spans(ids, divergences[start:end], tokenizer, MAX_TEXT)
             segments.append(segment)
         else:
-            num_new = media_of_turn.get(turn, 0)  # a function answers without a call
+            num_new = media_of_turn.get(turn, 0)  # a function of --environment makes no call
             indices = list(range(next_picture, next_picture + num_new))
             next_picture += num_new
             segments.append({"role": "observation", "text": text, "media": indices})

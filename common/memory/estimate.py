@@ -180,7 +180,7 @@ class TrainerBytes:
 
     weights: float  # of all models, reference and teacher among them
     reference: float  # of the reference or the teacher
-    # of LoRA with --offload base: the part of `weights` on the host while the engine is awake
+    # of LoRA with --offload base: the part of `weights` on the host until the responses are scored
     base_on_host: float
     nccl: float
     adam: float  # on the host with --offload optimizer
@@ -300,11 +300,12 @@ def update_bytes(shape: ModelShape, trainable: float, at_rest: float, setup: Set
     elif setup.shards == 1:
         root_gradients = itemsize * shape.root
         block_bytes = (3 * itemsize + 8) * shape.block
+        # two copies in float32: those in the compute dtype are freed before the second
         reduction_extra = gathered_weights + 8 * shape.root
     else:
         root_gradients = itemsize * shape.root
         block_bytes = (3 * itemsize + 4) * shape.block
-        # the reduced gradients of the last layer wait until the root is done
+        # the float32 copy of the last layer's gradients may wait until the root is done
         reduction_extra = gathered_weights + (itemsize + 4) * shape.root + 4 * shape.block
     # float32 logits of a chunk with what is computed from them, and gradients of the last hidden
     # states
@@ -355,7 +356,7 @@ def phases_of(
     trainer = trainer_bytes(models, frozen, teacher, setup)
     engine = engine_bytes(policy, setup)
 
-    beside_engine = trainer.total - trainer.base_on_host  # until the engine sleeps
+    beside_engine = trainer.total - trainer.base_on_host  # in the rollout, and while scoring
     sampling = 0.0
     if not rollout.replay:
         sampling = beside_engine + engine.weights + engine.cache + engine.workspace
