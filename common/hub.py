@@ -23,7 +23,7 @@ from common.printing import printable
 from common.torch_repair import Later, transformers
 
 huggingface_hub = Later("huggingface_hub")
-TEACHER = "tiny-teacher"  # of distill.py's demo: tiny after grpo.py's
+TEACHER = "tiny-teacher"  # of distill.py's demo: `tiny`, trained by grpo.py
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in (*EMBEDDED, TEACHER)}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
@@ -87,7 +87,8 @@ def refuse_wrong_path(name: str, flag: str) -> None:
     is_checkpoint = path.parent.name == "checkpoints" and path.exists()
     if is_checkpoint and not (path / "config.json").is_file():
         run = path.parent.parent
-        source = path if path.is_dir() else run
+        # export reads a step's folder, or a file that names one; a run stands for its latest step
+        source = run if path.name == "latest" else path
         raise SystemExit(
             f"{flag} {name}: a checkpoint is no model. python -m common.export {source} --model "
             f"BASE --out FOLDER makes one of it; a run that has ended leaves {run}/model"

@@ -22,7 +22,7 @@ Phases = Callable[[Rollout, Machine, int], dict[str, float]]
 @dataclass(frozen=True)
 class Remedy:
     """A change of flags, or of the number of GPUs. Its cost is about the share of a step's time
-    that it takes."""
+    that it takes; more GPUs cost more than all flags together, as the last resort."""
 
     words: str = ""  # the flags, as one types them
     cost: float = 0.0
@@ -136,6 +136,7 @@ def remedies(
     if not machine.gradient_checkpointing:
         recomputations = [no_change]
         for share, cost in ACTIVATION_SHARES.items():
+            # never chosen without --compile, since only compiled layers save memory by it
             if compilable and share < machine.activation_memory:
                 words = f"--activation-memory {share}"
                 recomputations.append(Remedy(words, cost, machine={"activation_memory": share}))

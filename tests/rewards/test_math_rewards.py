@@ -1181,6 +1181,7 @@ def test_the_rule_of_verl_is_there(text, truth, score):
         ("Answer: 025", "25", 1),
         ("Answer: 1,000", "1000", 1),
         ("Answer: 12 degrees", "12", 1),
+        (r"Answer: (A) \sqrt{4}", "(A) 2", -1),  # formulas are not computed, not behind a letter
         ("Answer: 71\nAnswer: 204", "204", 1),
         ("Answer: The sum is $204$.", "204", 1),  # the first $...$, as in verl
         ("Answer: $m + n = 204$ is the sum", "204", 1),

@@ -363,8 +363,10 @@ def test_a_checkpoint_is_no_model(tmp_path, monkeypatch):
     step = Path("runs/a/checkpoints/step_000020")
     step.mkdir(parents=True)
     latest = step.parent / "latest"
+    best = step.parent / "best"
     latest.write_text(step.name)
-    for path, source in ((step, step), (latest, Path("runs/a"))):
+    best.write_text(step.name)
+    for path, source in ((step, step), (latest, Path("runs/a")), (best, best)):
         message = (
             f"--model {path}: a checkpoint is no model. python -m common.export {source} --model "
             "BASE --out FOLDER makes one of it; a run that has ended leaves runs/a/model"

@@ -74,7 +74,7 @@ def same(answer: str, truth: str, depth: int) -> bool:
     if not answer or not truth:
         return False
     if is_option(answer) or is_option(truth):
-        return same_option(answer, truth)
+        return same_option(answer, truth, depth)
     if same_options(answer, truth):
         return True
     if same_leaf(answer, truth):
@@ -115,7 +115,7 @@ def same_parts(answer: str, truth: str, depth: int) -> bool:
     return same_formula(answer, truth)
 
 
-def same_option(answer: str, truth: str) -> bool:
+def same_option(answer: str, truth: str, depth: int) -> bool:
     """By the letter, and by the text behind it if both have one; C alone is the option C."""
     letter, content = option(answer)
     true_letter, true_content = option(truth)
@@ -125,7 +125,7 @@ def same_option(answer: str, truth: str) -> bool:
         return False
     if not content or not true_content:
         return True
-    return same(content, true_content, MAX_DEPTH)
+    return same(content, true_content, depth)
 
 
 # --- numbers, words, clock times ---
@@ -134,8 +134,8 @@ CLOCK = re.compile(r"(.*?[0-9])\s*([apAP])\.?\s*[mM]\.?(.*)")
 
 
 def same_leaf(answer: str, truth: str) -> bool:
-    """Whether two texts are the same number, or are spelled alike; and in the same unit, if both
-    have one."""
+    """Whether two texts are spelled alike, as equal numbers are, or the truth is the answer's
+    number, rounded; and in the same unit, if both have one."""
     answer, truth = unlabelled(answer, truth)
     answer_time = CLOCK.fullmatch(TEXT_COMMAND.sub(r"\1", answer))
     true_time = CLOCK.fullmatch(TEXT_COMMAND.sub(r"\1", truth))
@@ -224,7 +224,7 @@ def is_rounded(text: str, decimal: str, min_digits: int = 6) -> bool:
 
 def formula(text: str) -> str:
     """As formulas.py reads it: without \\text around a letter, the commas of a large number, and
-    degrees, but for those in \\sin and the like."""
+    degrees, but for those in \\sin and the like; a letter with a subscript or a prime is bare."""
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"{\1}", text)
     if not TRIGONOMETRIC.search(text):
         text = text.replace("°", " ")
