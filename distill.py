@@ -26,11 +26,12 @@ log q(y) - log p(y) is the advantage in the policy gradient. The expectation ove
 
 What this does that others do not:
 
-1. A [tokens, vocabulary] tensor of either model never exists: both heads are applied chunk by chunk
-   inside the student's forward, and again in the backward (common/divergence.py).
+1. A [tokens, vocabulary] tensor of either model never exists: heads are applied chunk by chunk; for
+   --estimator full both inside the student's forward, and again in the backward
+   (common/divergence.py).
 2. One denominator: the gradient does not depend on how a batch is split over ranks, micro-batches
    and packs. The prompt of a group is computed once, by both models.
-3. Rollouts come from a vLLM engine inside each rank, whose log-probs are compared with the
+3. Rollouts come from a vLLM engine inside the ranks, whose log-probs are compared with the
    trainer's on every step.
 
     torchrun --nproc_per_node 2 distill.py    # embedded demo, minutes on a CPU
@@ -486,7 +487,8 @@ def main(args: Args, demo: bool = False) -> None:
         demo=demo,
         training=training,
         max_model_len=args.rollout.max_model_len,
-        # --model as its own teacher does not count: with LoRA that is the policy's base
+        # asked for LoRA's --offload reference: there --model as its own teacher is the policy's
+        # base, and no further model
         has_teacher=args.teacher not in (None, args.run.model),
     )
     world, device = job.world, job.world.device

@@ -1,5 +1,6 @@
 """Attention over packs with shared prompts: SDPA segment by segment on any device, flex attention
-on GPUs. FlashAttention reads packs without shared prompts."""
+on GPUs. FlashAttention reads packs without shared prompts. --attention rows has no packs: there
+transformers' own attention is used."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +66,8 @@ def choose_attention(
     if attention == "flash":
         if dtype == torch.float32:
             raise SystemExit("--attention flash needs --dtype bf16 or fp16")
-        # transformers would use the package `kernels` instead, which fetches code from the hub
+        # for a vision tower transformers would use the package `kernels` instead, which fetches
+        # code from the hub
         if find_spec("flash_attn") is None:
             raise SystemExit("--attention flash: pip install flash-attn (kernels is no substitute)")
     return attention
@@ -300,7 +302,7 @@ def packed_flash_attention(
     **options: object,
 ) -> tuple[Tensor, None]:
     """Each text of a pack by itself, in FlashAttention's kernels: `text_bounds` and `longest_text`
-    are those of `flash_inputs`, all else is as in `shared_prompt_flex_attention`.
+    are those of `flash_inputs`, all else is as in `shared_prompt_flex_attention`, without sinks.
 
     transformers' function of this kind finds the texts by their positions, for which every layer
     waits for the GPU.

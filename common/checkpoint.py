@@ -66,9 +66,9 @@ class Checkpoints:
     ):
         """optimizers: by the name of their models. loader: its position is saved; None in an
         evaluation. save_every, keep: --save-every, --keep-checkpoints. identity: what the manifest
-        says of script and model. counts: numbers that a script carries from step to step; `resume`
-        changes them in place. lowest_is_best: the best checkpoint has the lowest metric, else the
-        highest.
+        says of script and model. micro_batch_tokens: saved, since a resume is to pack alike.
+        counts: numbers that a script carries from step to step; `resume` changes them in place.
+        lowest_is_best: the best checkpoint has the lowest metric, else the highest.
         """
         self.run_dir = run_dir
         self.folder = run_dir / "checkpoints"
@@ -109,8 +109,8 @@ class Checkpoints:
         with user_errors(
             f"{checkpoint} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
         ):
-            # Another run may have measured its best on other rows. The best step's folder may have
-            # been removed; without a best step the name is "", and the path is that of all steps.
+            # Another run may have measured its best on other rows, and the best step's folder may
+            # have been removed. Without a name of a step this is the folder of all steps.
             if self.resumes_own and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step
@@ -122,7 +122,7 @@ class Checkpoints:
             self.counts.update(saved.get("counts", {}))
         goes_on = self.resumes_own and not weights_only
         if goes_on and not self.best_step and self.world.is_main:
-            # the file names a best of later steps, which this run takes back
+            # the file names a step that this run takes back, or one that has been removed
             (self.folder / "best").unlink(missing_ok=True)
         reached.update({"step": self.start, "checkpoint": checkpoint})  # printed at Ctrl-C
         return self.start

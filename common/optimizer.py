@@ -69,9 +69,10 @@ class GuardedAdamW:
     ):
         trained = [p for p in model.parameters() if p.requires_grad]
         self.model = model
-        self.optimizer = torch.optim.AdamW(trained, lr=0.0, betas=betas, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            trained, lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
+        )
         self.loss_scale = LossScale.for_dtype(compute_dtype)
-        self.weight_decay = weight_decay
         self.max_grad_norm = max_grad_norm
         self.offload = offload
         self.host_moments: HostMoments = {}  # with `offload`, of each that has been on the host
@@ -102,9 +103,8 @@ class GuardedAdamW:
         Clears the gradients. With `offload` Adam's moments are moved to the device for the step,
         and to the host after it. SystemExit after too many skipped steps in a row.
         """
-        for group in self.optimizer.param_groups:  # of this run, not of the checkpoint
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
-            group["weight_decay"] = self.weight_decay
         average_whole_gradients(self.model)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = gathered(torch.nn.utils.get_total_norm(gradients))
