@@ -46,8 +46,8 @@ LORA_RATE_FACTOR = 10  # learning rate of adapters, by default, over that of ful
 MAX_MICRO_BATCH_TOKENS = 16_384  # of a micro-batch, unless a number is typed
 TRACKERS = ("tensorboard", "wandb", "trackio", "swanlab")
 OFFLOADS = ("optimizer", "reference", "base")
-# of --sleep-level. 2 saves a copy to the host and back: when tests/gpu/test_engine.py has passed at
-# level 2 on a card, this becomes 2
+# of --sleep-level. 2 spares a copy to the host and back: when tests/gpu/test_engine.py has passed
+# at level 2 on a card, this becomes 2
 SLEEP_LEVEL = 1
 
 Count = Annotated[int, Gt(0), Le(2**53)]
@@ -192,7 +192,8 @@ class Rollout:
     engine_memory: Positive | None = None
     # further arguments of vLLM, such as '{"kv_cache_dtype": "fp8"}'
     engine_args: JsonObject | None = None
-    # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU)
+    # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU, who could take
+    # what it frees)
     sleep_level: Literal[0, 1, 2] = SLEEP_LEVEL
     # stop if |engine - trainer| log-probs exceed this mean; default by dtype
     max_logprob_gap: Positive | None = None

@@ -11,8 +11,8 @@ from common.types import FINISH_REASONS, Episode, by_prompt
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})
 MAX_COMPONENTS = 32  # names of numbers that a reward function returns beside the score
-# NAMEs for which reward/NAME is another metric: a reward function's own numbers of these names are
-# left out
+# numbers of a reward function that are not logged as reward/NAME: score and acc are reward/mean and
+# reward/accuracy; the others would be taken for metrics of ours
 RESERVED = {"score", "acc", "mean", "std", "mean_square", "accuracy", "failed"}
 RESERVED |= {"zero_variance_groups", "model_mean", "unscored_steps"}
 

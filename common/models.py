@@ -124,7 +124,8 @@ class Policy(nn.Module):
     def forward(
         self, batch: MicroBatch, temperature: float = 1.0, with_greedy: bool = False
     ) -> tuple[Tensor, ...]:
-        """(log p of the trained tokens [N], entropy [N]), float32, at the sampling temperature.
+        """(log p of the trained tokens [N], entropy [N]) at the sampling temperature, float32
+        (float64 for float64).
 
         `with_greedy` adds whether they are the most likely ones, [N] bool.
         """
@@ -380,5 +381,5 @@ def sync_engine(engine: Engine, policy: nn.Module, step: int) -> None:
 def sleep_engine(engine: Engine, policy: nn.Module) -> None:
     """Let the engine sleep, and the policy compute."""
     engine.sleep()
-    for base in getattr(policy, "host_bases", []):  # a model of another class has none
+    for base in getattr(policy, "host_bases", []):  # only a `Policy` has some
         base.to_device()
