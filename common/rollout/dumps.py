@@ -120,7 +120,7 @@ def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
 
 def replayed_micro_batch_tokens(path: Path | None) -> int | None:
     """The micro_batch_tokens of the update whose dump is at `path`; None without a dump, or if it
-    does not have them."""
+    does not have them. SystemExit if they are no positive integer."""
     if path is None:
         return None
     first_row = read_dump(path, ["step", "ranks", "micro_batch_tokens"])[0]
@@ -135,8 +135,9 @@ def load_rollouts(
 ) -> tuple[list[Episode], list[Episode]]:
     """(all episodes of this rank, those of them that were trained on), read from a dump.
 
-    reward_model: of --reward-model. SystemExit unless the dump is of `step`, of as many ranks as
-    there are now, and of a run with a reward model if this one has one.
+    limits: of this run's pictures. reward_model: the value of --reward-model. SystemExit unless the
+    dump is of `step`, of as many ranks as there are now, and of a run with a reward model if and
+    only if this one has one.
     """
     rows = read_dump(path)
     missing = {field.name for field in fields(Episode)} - rows[0].keys()

@@ -31,17 +31,21 @@ NO_VERDICT = {
 
 
 def as_sample(episode: Episode, row: Row, tokenizer, with_tools: bool) -> dict:
-    """The columns of a report for an episode and its row. Those of `NO_VERDICT`, and a truth of
-    None, if the row has no truth."""
-    has_truth = row.ground_truth is not None
+    """The columns of a report for an episode and its row. Without a ground truth in the row, the
+    truth is None, and the verdict is `NO_VERDICT`."""
+    truth = None
+    verdict_columns = NO_VERDICT
+    if row.ground_truth is not None:
+        truth = episode.truth
+        verdict_columns = verdict(episode.rewards)
     sample = {
         "group": episode.prompt_index,
         "row": row.index,
         "data_source": row.data_source,
         "prompt": tokenizer.decode(episode.prompt_ids),
         "completion": "\n".join(sampled_turns(episode, tokenizer)),  # what is scored
-        "truth": episode.truth if has_truth else None,
-        **(verdict(episode.rewards) if has_truth else NO_VERDICT),
+        "truth": truth,
+        **verdict_columns,
         "length": len(episode.response_ids),
         "truncated": episode.truncated,
     }
@@ -75,8 +79,8 @@ def verdict(rewards: dict) -> dict:
 def summarize_with_bounds(samples: list[dict]) -> dict[str, float]:
     """`summarize`, in which samples that could not be scored count as wrong.
 
-    If there are any, they are printed: eval/failed is their number, eval/accuracy_high the accuracy
-    if all of them were right.
+    If there are any, a line is printed, eval/failed is their number, and eval/accuracy_high the
+    accuracy if all of them were right.
     """
     metrics = summarize(samples)
     num_failed = sum(sample["failed"] for sample in samples)
@@ -117,22 +121,23 @@ def maj_at_k(preds: list[str], scores: list[float]) -> float:
 
     "" is no answer: it wins only if all are empty.
     """
-    scores_of = defaultdict(list)  # by answer
+    scores_of_answer = defaultdict(list)
     for pred, score in zip(preds, scores, strict=True):
-        scores_of[pred or ""].append(score)
-    if len(scores_of) > 1:
-        scores_of.pop("", None)
-    num_votes = max(len(same) for same in scores_of.values())
-    winners = [fmean(same) for same in scores_of.values() if len(same) == num_votes]
+        scores_of_answer[pred or ""].append(score)
+    if len(scores_of_answer) > 1:
+        scores_of_answer.pop("", None)
+    groups = scores_of_answer.values()
+    num_votes = max(len(group) for group in groups)
+    winners = [fmean(group) for group in groups if len(group) == num_votes]
     return fmean(winners)
 
 
 def wilson_interval(p: float, n: int) -> tuple[float, float]:
-    """95 % confidence interval of a proportion p over n independent rows; unlike p ± 1.96 s it
-    stays within [0, 1]."""
+    """95 % confidence interval (Wilson 1927) of a proportion p over n independent rows; unlike
+    p ± 1.96 s it stays within [0, 1]."""
     if n == 0:
         return 0.0, 1.0
-    z = 1.959964
+    z = 1.959964  # the 97.5 % quantile of the normal distribution
     scale = 1 + z * z / n
     center = (p + z * z / (2 * n)) / scale
     variance = p * (1 - p) / n + z * z / (4 * n * n)
@@ -163,8 +168,8 @@ def summarize(samples: list[dict]) -> dict[str, float]:
         add_mean(metrics, f"eval/{name}", samples, name, float)
     num_scored = len({sample["group"] for sample in scored})
     metrics["eval/rows"] = num_scored
-    counts = [(sample.get("calls"), sample.get("call_errors")) for sample in samples]
-    if all(isinstance(number, int) for numbers in counts for number in numbers):
+    counts = [sample.get(name) for sample in samples for name in ("calls", "call_errors")]
+    if all(isinstance(count, int) for count in counts):
         num_calls = sum(sample["calls"] for sample in samples)
         num_errors = sum(sample["call_errors"] for sample in samples)
         metrics["eval/rapr"] = fmean(sample["calls"] > 0 for sample in samples)
@@ -221,6 +226,7 @@ def column_mean(samples: list[dict], column: str) -> float:
 
 
 def mean_anls(group: list[dict]) -> float:
+    """A sample without an anls, for example one that could not be scored, counts as 0."""
     return fmean(sample["anls"] or 0.0 for sample in group)
 
 
@@ -261,8 +267,8 @@ def format_table(metrics_by_source: dict[str, dict[str, float]]) -> str:
 def report(
     samples: list[dict], path: Path, read_record: Callable[[int], dict] | None = None
 ) -> str:
-    """Write all samples; returns the table by data source. read_record: returns the columns of a
-    row's file, by `Row.index`, to be written with the samples."""
+    """Write all samples; returns the table by data source. read_record: takes a `Row.index` and
+    returns what the data file has in that row, to be written with the samples."""
     rows = samples
     if read_record:
         rows = [columns_of_record(read_record(sample["row"])) | sample for sample in samples]

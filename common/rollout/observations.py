@@ -23,7 +23,8 @@ class Observations:
         self.vision = vision
 
     def check_role(self, role: str) -> None:
-        """ValueError if the chat template leaves out, or refuses, messages of a role."""
+        """ValueError if the chat template leaves out, or refuses, messages of a role, or if the
+        tokenizer does not keep them apart from what comes before."""
         if PROBE not in self.protocol.observation([PROBE], role):
             raise ValueError(
                 f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}"
@@ -70,9 +71,9 @@ class Observations:
     ) -> list[int]:
         """The tokens between an end-of-turn token and the next turn, from the new message alone.
 
-        num_pictures: shown before. The message is tokenised behind an end-of-turn token, since some
-        tokenizers put a space before the first word of a text. ValueError if its tokens depend on
-        what comes before.
+        num_pictures: shown before. protocol: None for that of the constructor. The message is
+        tokenised behind an end-of-turn token, since some tokenizers put a space before the first
+        word of a text. ValueError if its tokens depend on what comes before.
         """
         protocol = protocol or self.protocol
         text = protocol.observation(parts, role, num_pictures)
@@ -80,7 +81,7 @@ class Observations:
         before = self.tokenizer.encode("-" + end, add_special_tokens=False)
         whole = self.tokenizer.encode("-" + end + text, add_special_tokens=False)
         ids = whole[len(before) :]
-        if whole != before + ids or before[-1] != self.tokenizer.eos_token_id:
+        if whole[: len(before)] != before or before[-1] != self.tokenizer.eos_token_id:
             raise ValueError(
                 f"tools: the tokenizer of {self.tokenizer.name_or_path!r} does not keep {end!r} "
                 "apart from what follows: take another model"

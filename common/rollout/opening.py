@@ -69,7 +69,7 @@ def open_engine_group(rollout: Rollout, run: Run) -> ProcessGroup | None:
     """The ranks that share this rank's engine; None if it has one of its own."""
     if rollout.engine_parallel == 1:
         return None
-    # a rank may wait for another one's rewards
+    # a rank may wait for another one's rewards, as long as a stall may last: see `init_world`
     timeout = timedelta(minutes=min(run.stall_minutes, 1e6) + 10)
     return new_subgroups(rollout.engine_parallel, timeout=timeout, backend="gloo")[0]
 
@@ -146,8 +146,8 @@ def open_prompts(
     tools: dict[str, Tool] | None = tool_pool.tools if tool_pool else None
     train_data = None
     eval_data = None
-    # Where the template is used, the end token is repaired. Pictures and tools always need the
-    # template: then before the rows are read.
+    # If any row uses the template, the end token is repaired. Pictures and tools always need the
+    # template: then it is repaired before the rows are read.
     needs_template = job.vision is not None or tool_pool is not None
     with user_errors():
         if needs_template:
@@ -227,14 +227,15 @@ def open_reward_workers(
         if rollout.reward_function and not rollout.replay:
             for i in range(min(len(first_data), MAX_TRIED_ROWS)):
                 row = first_data[i]
-                if row.ground_truth is not None:
-                    rewards = {}
-                    if has_reward:
-                        rewards["environment_reward"] = 0.0
-                    if row.answer_kwargs is not None:
-                        rewards["turn_rewards"] = [0.0]
-                    workers.try_out(rollout.reward_function, row, rewards)
-                    break
+                if row.ground_truth is None:
+                    continue
+                rewards = {}  # what the function finds in extra_info
+                if has_reward:
+                    rewards["environment_reward"] = 0.0
+                if row.answer_kwargs is not None:
+                    rewards["turn_rewards"] = [0.0]
+                workers.try_out(rollout.reward_function, row, rewards)
+                break
     return workers
 
 
@@ -283,8 +284,8 @@ def open_engine(job: Job, rollout: Rollout) -> Engine | None:
 
 def samples_of_engine(rollout: Rollout, world: World) -> int:
     """The samples of a step that an engine has under way."""
-    prompts = ceil(rollout.prompts_per_step / world.size) * rollout.engine_parallel
-    return prompts * rollout.samples_per_prompt
+    num_prompts = ceil(rollout.prompts_per_step / world.size) * rollout.engine_parallel
+    return num_prompts * rollout.samples_per_prompt
 
 
 def start_engine(config: EngineConfig, uses_vllm: bool) -> Engine:

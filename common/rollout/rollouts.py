@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # samples of an evaluation that a rank has under way: as many as vLLM samples together
 MAX_SAMPLES = 256
 MAX_SAMPLES_ON_GPU = 1024  # the same on a GPU; not with tools, whose processes are on the CPU
-# rows in memory of each rank that shares an engine, if they have pictures: a megapixel takes 8 MB
+# rows with pictures in memory, for each rank that shares an engine: a megapixel takes 8 MB
 MAX_ROWS_WITH_PICTURES = 64
 ROWS_AHEAD = 8  # of these rows, those that are opened while earlier ones are sampled
 
@@ -180,8 +180,8 @@ class Rollouts:
         ranks_of_engine = range(first_rank, first_rank + num_ranks)
         # row n is of rank n % world.size
         numbers = [n for n in range(num_rows) if n % self.world.size in ranks_of_engine]
-        own_numbers = slice(self.world.rank, num_rows, self.world.size)
-        own_indices = set(self.eval_data.usable[own_numbers].tolist())  # `Row.index` of each
+        share = slice(self.world.rank, num_rows, self.world.size)
+        own_indices = set(self.eval_data.usable[share].tolist())  # `Row.index` of each
         rows_in_order = ahead_in_threads(self.eval_data.__getitem__, numbers, ROWS_AHEAD)
         rows_at_once = num_ranks * self._rows_at_once
         samples: list[dict] = []

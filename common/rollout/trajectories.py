@@ -247,10 +247,10 @@ class Turns:
 
     def _poll_tools(self, engine_has_work: bool, replies: dict[int, ToolReply]) -> None:
         """Add to `replies` those that have come, and begin to decode their pictures."""
-        # Wait for a tool only if there is nothing else to do. In lock-step the first replies are of
-        # no use yet.
-        has_usable_replies = bool(replies) and not self.lockstep
-        timeout_s = 0.0 if engine_has_work or has_usable_replies else 1.0
+        # Wait for a tool only if there is nothing else to do. Replies whose pictures are being
+        # decoded come next, but in lock-step only when all are there.
+        has_next_reply = bool(replies) and not self.lockstep
+        timeout_s = 0.0 if engine_has_work or has_next_reply else 1.0
         for key, reply in self.tool_pool.poll(timeout_s):
             reply.decoding = self.decoders.submit(self.observations.open_pictures, reply)
             replies[key] = reply
@@ -470,7 +470,7 @@ class Turns:
     def _decode(self, call: Call, reply: ToolReply) -> tuple[ToolReply, list[Media]]:
         """The reply and its pictures; an error without pictures if one cannot be read."""
         try:
-            if reply.decoding:
+            if reply.decoding:  # by `_poll_tools`
                 return reply, reply.decoding.result()
             return reply, self.observations.open_pictures(reply)
         except ValueError as error:
