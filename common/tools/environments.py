@@ -20,7 +20,8 @@ from common.workers.process import describe
 
 RESET, CLOSE = "reset()", "close()"  # no tool has such a name
 MAX_REWARD = 1e6  # of a turn, in magnitude
-NO_TOOLS = {"reset", "close", "reward", "get_reward", "done"}
+# parts of an environment that the policy cannot call
+RESERVED_NAMES = {"reset", "close", "reward", "get_reward", "done"}
 MISSING = object()
 
 
@@ -79,9 +80,9 @@ def method_schemas(spec: str) -> dict[str, dict]:
 
     schemas: dict[str, dict] = {}
     for name, method in inspect.getmembers(load_environment(spec), inspect.isfunction):
-        if name.startswith("_") or name in NO_TOOLS or not method.__doc__:
+        if name.startswith("_") or name in RESERVED_NAMES or not method.__doc__:
             continue
-        method.__doc__ = docstring(method)
+        method.__doc__ = docstring(method)  # from which transformers makes the schema
         try:
             if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
                 raise ValueError("must be a plain method, not a generator or coroutine")

@@ -17,8 +17,9 @@ from common.workers.pool import Pool
 from common.workers.process import Worker
 
 CLOSE_S = 2.0  # for environments to close what they hold
-# of jobs that are no tool's: an environment's reset and close, a function's answer
-NO_TOOL = Tool("", print, {}, role="user", trusted=True)
+# stands in for a tool in jobs without one: an environment's reset and close, a function's answer;
+# `print` is never called
+NO_TOOL = Tool(name="", function=print, schema={}, role="user", trusted=True)
 
 
 class ToolPool:
@@ -69,6 +70,7 @@ class ToolPool:
         if self.pool:
             patience_s = 0.0 if replies else timeout_s
             for (key, name), reply in self.pool.poll(patience_s):
+                # a `Sandbox` returns a `ToolReply`; a `Worker`, and a failed start, its fields
                 if isinstance(reply, dict):
                     reply = as_reply(reply, self.tools.get(name, NO_TOOL))
                 replies.append((key, reply))
@@ -111,14 +113,16 @@ class ToolWorkers(ToolPool):
         )
 
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
-        """context: {"media": [{"kind": "image", "frame" or "video", "frames": [encoded, ...]}, ...]
+        """Queue a call. One that is malformed, or of no tool, is answered with an error.
+
+        context: {"media": [{"kind": "image", "frame" or "video", "frames": [encoded, ...]}, ...]
         in the order in which they were shown, "num_prompt_media", "calls": earlier ones, "seed";
         with vision "min_pixels", "max_pixels", "max_frame_pixels", "cell"}; kwargs: from the row.
         """
         tool = find_tool(self.tools, call.name)
         if call.error or tool is None:
-            roles = {known.role for known in self.tools.values()}
-            role = "user" if "user" in roles else "tool"
+            has_user_role = any(other.role == "user" for other in self.tools.values())
+            role = "user" if has_user_role else "tool"
             error = call.error
             if not error:
                 error = f"there is no tool {call.name!r:.100}, but {', '.join(self.tools)}"

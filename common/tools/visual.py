@@ -12,7 +12,7 @@ from common.pictures import decode, displayed_size
 
 PADDING = 0.1  # of the picture, added on each side of a box: policies draw them too tight
 MIN_CROP = 28  # pixels; both sides of a crop have more
-MAX_FRAMES = 8  # as its schema says
+MAX_FRAMES = 8  # as SELECT_SCHEMA says
 
 CROP_SCHEMA = {
     "type": "function",
@@ -65,7 +65,7 @@ def crop_image_normalized(
 ) -> tuple[str, list, dict]:
     """Cut the padded box out of a picture, at its own resolution.
 
-    bbox_2d: fractions of the picture, or, from 2 on, pixels of the picture as it was shown.
+    bbox_2d: fractions of the picture; if one is 2 or more, pixels of the picture as it was shown.
     Returns (text, [crop], info) with info {"target": which of the media, from 0; "frame": which
     frame of it, from 1; "box": what was cut out, in [0, 1]}.
     """

@@ -70,7 +70,7 @@ class Pool:
         return num_jobs
 
     def submit(self, key: Hashable, job: Any, home: Hashable = None) -> None:
-        queue = self.queue if home is None else self._home(home).queue
+        queue = self.queue if home is None else self._worker_of(home).queue
         queue.append((key, job))
         self._hand_out()
 
@@ -110,12 +110,12 @@ class Pool:
         for worker in self.workers:
             worker.stop()
 
-    def _home(self, home: Hashable) -> Worker:
+    def _worker_of(self, home: Hashable) -> Worker:
         """The worker of a home. A new home gets the worker with the fewest, or a new worker if all
         have their share."""
         if home not in self.homes:
-            all_full = all(self.num_homes[worker] >= self.share for worker in self.workers)
-            if all_full and len(self.workers) < self.max_workers:
+            has_room = any(self.num_homes[worker] < self.share for worker in self.workers)
+            if not has_room and len(self.workers) < self.max_workers:
                 self._add_worker()
             worker = min(self.workers, key=lambda worker: self.num_homes[worker])
             self.homes[home] = worker
@@ -123,11 +123,11 @@ class Pool:
         return self.homes[home]
 
     def _hand_out(self) -> None:
-        free = self.at_once - sum(worker.busy for worker in self.workers)
+        num_free = self.at_once - sum(worker.busy for worker in self.workers)
         failures: list[tuple[Worker, str]] = []
         for worker in self.workers:
             queue = worker.queue or self.queue
-            if not queue or free <= 0:
+            if not queue or num_free <= 0:
                 continue
             try:
                 is_ready = worker.make_ready()
@@ -136,11 +136,11 @@ class Pool:
                 continue
             if is_ready:
                 worker.take(*queue.popleft())
-                free -= 1
+                num_free -= 1
         for worker, error in failures:
-            # a job that any worker may take fails only if none is busy, and could take it later
-            is_any_busy = any(other.deadline < inf for other in self.workers)
-            if worker.queue or (self.queue and not is_any_busy):
+            # a job that any worker may take fails only if none is active, and could take it later
+            is_any_active = any(other.deadline < inf for other in self.workers)
+            if worker.queue or (self.queue and not is_any_active):
                 self.lost += self._on_failed_start(worker, error)
         # workers that are not busy are starting, or wait because `at_once` others are busy: each of
         # them will take a job
@@ -151,8 +151,8 @@ class Pool:
                 break
 
     def _add_worker(self) -> bool:
-        """Start another worker. Whether the system had room for one: else the run goes on with
-        those that it has."""
+        """Start another worker. Returns whether the system had room for one; else the run goes on
+        with those that it has."""
         try:
             self.workers.append(self.new_worker())
         except OSError as error:

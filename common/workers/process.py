@@ -45,7 +45,7 @@ KILL_S = 10  # until a keeper has ended all that descends from it
 # seconds to wait for the rest of a message: PATIENCE_S + bytes that have come / BYTES_PER_S
 PATIENCE_S = 0.1
 BYTES_PER_S = 1e8
-FOREVER_S = 1e9  # a deadline that is not infinite, as that of an idle worker is
+FOREVER_S = 1e9  # of a job, at most: only a worker without one has an infinite deadline
 MAX_REPLY = 2**28  # bytes
 MAX_ERROR = 500  # characters of an exception
 SIZE_BYTES = 8  # of the size that precedes a message
@@ -111,7 +111,7 @@ class Link:
             self.inbox += piece
 
     def _rest_arrives(self) -> bool:
-        """Wait for the rest of a message that has begun; whether more of it came in time."""
+        """Wait for the rest of a message that has begun. Returns whether more came in time."""
         patience_s = PATIENCE_S + len(self.inbox) / BYTES_PER_S - self.waited_s
         if not self.inbox or patience_s <= 0:
             return False
@@ -208,7 +208,7 @@ class Worker:
 
     def make_ready(self) -> bool:
         """Start the process if there is none, or if it died or sent something while it was idle (a
-        job may have left a thread or an alarm). Whether it can take a job now."""
+        job may have left a thread or an alarm). Returns whether it can take a job now."""
         if self.state == self.IDLE and (self.link.inbox or wait(self.sources, 0)):
             self.kill()
         if self.state == self.STOPPED:
@@ -224,9 +224,10 @@ class Worker:
         does not start."""
         try:
             message = self.link.receive()
-            reply = None if message is None else json.loads(message)
-            if message is not None and not is_reply(reply):
-                raise ValueError("it is no reply")
+            if message is not None:
+                reply = json.loads(message)
+                if not is_reply(reply):
+                    raise ValueError("it is no reply")
         except ConnectionError:
             return self._fail(f"the worker died ({self._exit_reason()})")
         except (RecursionError, ValueError) as error:
@@ -257,7 +258,7 @@ class Worker:
         return self._fail(f"timeout after {self.timeout_s:g} s")
 
     def _fail(self, error: str) -> dict:
-        """Kill the process; the reply for its job. ValueError if it was still starting."""
+        """Kill the process. Returns the reply to its job; ValueError if it was still starting."""
         was_starting = self.state == self.STARTING
         self.kill()
         if was_starting:
@@ -328,9 +329,9 @@ def serve(fd: str, trainer: str, *arguments: str) -> None:
 def keep(worker: int) -> NoReturn:
     """Wait for the worker's end, or for SIGTERM. End all that descends from it, and exit with its
     code, or with 128 + its signal, like a shell."""
-    terminated = False
-    while not terminated and not worker_has_ended(worker):
-        terminated = signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM
+    is_terminated = False
+    while not is_terminated and not worker_has_ended(worker):
+        is_terminated = signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM
     wait_status = end_descendants(status_of=worker)  # of the keeper, the worker among them
     code = os.waitstatus_to_exitcode(wait_status)
     os._exit(code if code >= 0 else 128 - code)
