@@ -57,16 +57,17 @@ HARMFUL_ARGS = {
 
 
 def check_engine_args(names: Iterable[str], on_gpu: bool) -> None:
-    """SystemExit for names in --engine-args that are not free."""
+    """SystemExit for a name in --engine-args that is not one of `FREE_ARGS`, or not on CPUs."""
     for name in names:
         if name == "enable_chunked_prefill" and not on_gpu:
             # it makes vLLM rewind a request's random generator, which CPU generators cannot do
             raise SystemExit(f"--engine-args: {name} works on a GPU alone")
         if name in FREE_ARGS:
             continue
-        reason = f"vLLM's arguments that may be set are {', '.join(FREE_ARGS)}"
         if name in ARGS_WITH_FLAGS:
             reason = f"this is {ARGS_WITH_FLAGS[name]}"
         elif name in HARMFUL_ARGS:
             reason = HARMFUL_ARGS[name]
+        else:
+            reason = f"vLLM's arguments that may be set are {', '.join(FREE_ARGS)}"
         raise SystemExit(f"--engine-args: {name} is refused: {reason}")

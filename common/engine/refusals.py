@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 OTHER_ENGINE = "--engine hf runs it"
-# families without a class of their own in vLLM, which its transformers backend runs exactly; of
-# others some are off without a word (GPT-NeoX, Persimmon, JetMoe, Doge)
+# families without a class of their own in vLLM that its transformers backend runs exactly; it runs
+# some others wrongly, and without a word (GPT-NeoX, Persimmon, JetMoe, Doge)
 ON_TRANSFORMERS_BACKEND = {
     "arcee",
     "bitnet",

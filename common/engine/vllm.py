@@ -49,6 +49,7 @@ CAPTURE_ARGS = {
     "enforce_eager",
     "max_cudagraph_capture_size",
 }
+BATCH_TOKENS = 8192  # that vLLM computes together, or more if a prompt with its response has more
 FRAMES_PER_SECOND = 2.0  # of each video, as vLLM is told
 # engines that live until the process ends: shutting vLLM down takes more than a second
 _alive: list[object] = []
@@ -212,7 +213,7 @@ def largest_graph(config: EngineConfig) -> int | None:
 def engine_options(config: EngineConfig, on_gpu: bool, model: nn.Module) -> dict[str, object]:
     """Arguments of vLLM that depend on the machine, on pictures and on the model's layers (`model`
     is a skeleton); and --engine-args, which win."""
-    max_batched_tokens = max(config.max_model_len, 8192)
+    max_batched_tokens = max(config.max_model_len, BATCH_TOKENS)
     options: dict[str, object] = {"enforce_eager": not on_gpu}
     if on_gpu:  # vLLM chooses the sizes of batches by the memory of the GPU
         free, total = torch.cuda.mem_get_info(config.world.device)
@@ -332,7 +333,7 @@ class VllmEngine(Engine):
         stream = self.books.record(weights)
         if not self.has_head:
             # vLLM's Gemma 2 has no module for the head, which is tied to the embeddings
-            stream = (pair for pair in stream if not pair[0].endswith("lm_head.weight"))
+            stream = ((name, w) for name, w in stream if not name.endswith("lm_head.weight"))
         if self.model_type == "gpt_oss":
             stream = GptOssWeights(stream)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
@@ -430,4 +431,4 @@ def _sampled_logprobs(sample) -> list[float]:
     flat = sample.logprobs
     if len(flat.logprobs) == len(sample.token_ids):
         return list(flat.logprobs)
-    return [position[token].logprob for position, token in zip(flat, sample.token_ids)]
+    return [candidates[token].logprob for candidates, token in zip(flat, sample.token_ids)]

@@ -37,8 +37,8 @@ def repack_experts() -> None:
     it would go on with the old ones."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 
-    method = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
-    set_up = method._setup_kernel
+    method_class = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
+    set_up = method_class._setup_kernel
     if hasattr(set_up, "repaired"):
         return
 
@@ -49,7 +49,7 @@ def repack_experts() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     set_up_and_pack.repaired = True
-    method._setup_kernel = set_up_and_pack
+    method_class._setup_kernel = set_up_and_pack
 
 
 def rotate_rows() -> None:
@@ -66,7 +66,7 @@ def rotate_rows() -> None:
     ) -> tuple[Tensor, Tensor | None]:
         if query.dim() < 3:
             return rotate(self, positions, query, key)
-        flat_key = key if key is None else key.flatten(1)
+        flat_key = None if key is None else key.flatten(1)
         rotated_query, rotated_key = rotate(self, positions, query.flatten(1), flat_key)
         if rotated_key is not None:
             rotated_key = rotated_key.view(key.shape)
