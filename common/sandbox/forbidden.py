@@ -1,7 +1,7 @@
 """A program that tries what no program of the policy may do, and prints what it could do.
 
-Its text runs in a sandbox, with a call of `main` behind it (python.py), and stands for itself. An
-attempt fails by an OSError, or returns False.
+Its text runs in a sandbox, with a call of `main` behind it (python.py), so it imports nothing of
+this project. An attempt that fails raises an OSError, or returns False.
 """
 
 import os
@@ -39,7 +39,8 @@ def see_processes() -> bool:
 
 
 def main(project_file: str, own_names: set[str]) -> None:
-    """own_names: of the environment that the sandbox sets."""
+    """project_file: the path of a file of this project. own_names: of the environment variables
+    that the sandbox sets itself."""
     attempts = {
         "open a socket": (open_socket,),
         "read this project's files": (read_file, project_file),

@@ -76,7 +76,7 @@ class Session:
         """Run a block. Returns (what it printed, the exception that ended it or "")."""
         self.drawn = []
         self.num_blocks += 1
-        if self.entropy:  # without one the caller's own random numbers stay as they are
+        if self.entropy:  # a program that calls `block` itself keeps its own random numbers
             self.entropy.begin(self.num_blocks)
         name = f"<block {self.num_blocks}>"
         output = Output()
@@ -104,8 +104,8 @@ class Session:
 
     def png_of(self, figure) -> bytes:
         """ValueError for a figure that is too large."""
-        # before it takes memory
-        check_size(*(round(inches * figure.dpi) for inches in figure.get_size_inches()))
+        size = [round(inches * figure.dpi) for inches in figure.get_size_inches()]
+        check_size(*size)  # before it takes memory
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi="figure")
         check_size(*self.Image.open(buffer).size)  # a margin may have been added

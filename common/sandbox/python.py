@@ -118,9 +118,9 @@ class PythonWorkers(ToolPool):
             for name, picture in kwargs.items():
                 pictures.append(hidden_picture(name, picture))
             for picture in pictures:
+                # a TypeError for frames that are no bytes
                 picture["frames"] = [memoryview(frame) for frame in picture["frames"]]
         except (KeyError, TypeError, ValueError, OverflowError):
-            # TypeError also for frames that are no bytes
             names = ", ".join(kwargs)
             error = f"the row gives the tool python {names}, which is no {{kind, frames}}"
             self.add_reply(key, ToolReply(error, failed=True, role="user"))

@@ -59,8 +59,8 @@ def split_figures(figures: bytes, sizes: list) -> list[bytes] | None:
 
 
 def can_be_shown(png: bytes) -> bool:
-    """Is it a PNG of a size that a program can draw? It may have several headers; the last one
-    counts."""
+    """Whether it is a PNG of a size that a program can draw. It may have several headers; the last
+    one counts."""
     with contextlib.suppress(Exception):  # whatever Pillow runs into
         image = Image.open(io.BytesIO(png[:MAX_HEADERS]), formats=["PNG"])
         check_size(*image.size)

@@ -79,15 +79,17 @@ class Sandbox:
         memory_gib: float,
         confined: bool,
         anew: bool = False,
-        start_s=START_S,
+        start_s: float = START_S,
     ):
-        """timeout_s: of a block. anew: each block starts from the transcript."""
+        """timeout_s: of a block. memory_gib: address space beyond the interpreter's own. confined:
+        with namespaces and filters of system calls. anew: each block starts from the transcript.
+        start_s: time for the process to start."""
         self.timeout_s = min(timeout_s, FOREVER_S)
         self.start_s = start_s
         self.memory_gib = memory_gib
         self.confined = confined
         self.anew = anew
-        self.losses = 0  # in a row, each in the state CLEANING
+        self.losses = 0  # processes lost in a row, each in the state CLEANING
         # the Pool's: the jobs for this sandbox alone, and the key of the one it has
         self.queue: deque[tuple[Hashable, Block]] = deque()
         self.key: Hashable = None
@@ -198,7 +200,7 @@ class Sandbox:
         return self.block is not None
 
     def make_ready(self) -> bool:
-        """Start the process if there is none; whether it can take a block now."""
+        """Start the process if there is none. Returns whether it can take a block now."""
         if self.state == State.STOPPED:
             self.start()
         return self.state == State.IDLE and not self.busy
@@ -219,7 +221,6 @@ class Sandbox:
         self.block = block
         if not anew and self.holds(block):
             self.order(b"go")
-            # the number of figures of the last block, which the child has run
             self.send(block.earlier[-1][1], [], [])
             return
         self.unlink()
@@ -233,17 +234,17 @@ class Sandbox:
             socket.send_fds(self.control, [b"new"], [child_end.fileno()])
         self.enter(State.CLEANING, CLEAN_S)
 
-    def order(self, order: bytes) -> None:
+    def order(self, message: bytes) -> None:
         """Send an order to the server. If that has just died, `poll` sees the end of its socket."""
         with contextlib.suppress(OSError):
-            self.control.send(order)
+            self.control.send(message)
 
     def send(self, num_figures: int, earlier: list[tuple[str, int]], pictures: list[dict]) -> None:
         """Send the block to the child, after the earlier ones if they are to run again.
 
-        num_figures: of the block before that the policy was shown. Earlier blocks go in the same
-        messages as the first time, so that they leave the same state. If the child has just died,
-        `poll` sees the end of its socket.
+        num_figures: of the last block that the child has run, how many the policy was shown.
+        Earlier blocks go in the same messages as the first time, so that they leave the same state.
+        If the child has just died, `poll` sees the end of its socket.
         """
         encoded = []
         for picture in pictures:
@@ -259,8 +260,8 @@ class Sandbox:
             }
             message = json.dumps(job).encode(errors="replace")
             data += len(message).to_bytes(SIZE_BYTES, "big") + message
-            num_figures = num_figures_of_block
-            encoded = []
+            num_figures = num_figures_of_block  # goes with the next block
+            encoded = []  # the pictures go with the first block alone
         self.link.send(data)
         self.losses = 0
         # BEGUN and a reply of each earlier block, then BEGUN of this one
@@ -347,18 +348,16 @@ class Sandbox:
         return self.end(f"Execution timeout: {reason}")
 
     def end(self, reason: str) -> ToolReply:
-        """The child is killed, with all that it has started. The reply is an error of the program,
-        if one has run."""
-        before_programs = self.state == State.REPEATING and not self.block.earlier
+        """Have the server kill the child, with all that it has started. Returns the reply: an error
+        of the program, if one has run."""
+        has_run = self.state == State.RUNNING or bool(self.block.earlier)
         self.unlink()
         self.order(b"kill")
         self.enter(State.ENDING, CLEAN_S)
-        if before_programs:
-            error = (
-                f"{reason}, before a program has run: can the row's pictures and videos be read?"
-            )
-            return ToolReply(error, failed=True, role="user")
-        return failed_block(reason)
+        if has_run:
+            return failed_block(reason)
+        error = f"{reason}, before a program has run: can the row's pictures and videos be read?"
+        return ToolReply(error, failed=True, role="user")
 
     def replace(self) -> ToolReply | None:
         """The whole sandbox is gone, or hangs: another one takes its place. That one gets a block

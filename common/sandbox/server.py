@@ -39,7 +39,7 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 libc = ctypes.CDLL(None, use_errno=True)
-BYTES_HEAD = sys.getsizeof(b"")
+BYTES_HEAD = sys.getsizeof(b"")  # of a bytes object, before its content
 # of each size, beside the free ones; with 100 the first child of a server had other addresses at
 # times
 MORE_BLOCKS = 1000
@@ -73,9 +73,9 @@ def serve(folder: str, mounts: str, memory_gib: str, program_filter: str) -> Non
     limits = limits_of_child(float(memory_gib))
     control.send(b"done")
     child = 0
-    stopped = False
+    is_stopped = False
     while True:
-        is_watched = child > 0 and confined and not stopped
+        is_watched = child > 0 and confined and not is_stopped
         readable, _, _ = select.select([control], [], [], CHECK_S if is_watched else None)
         if is_watched:
             excess = excess_of(child, folder)
@@ -89,17 +89,17 @@ def serve(folder: str, mounts: str, memory_gib: str, program_filter: str) -> Non
         if not message:  # the trainer is gone
             break
         if message == b"stop":
-            stopped = True
+            is_stopped = True
             stop_children(confined)
             continue
         if message == b"go":
-            stopped = False
+            is_stopped = False
             signal_children(signal.SIGCONT)
             continue
         # "new" or "kill"
         end_children(confined)
         wipe(folder, kept)
-        stopped = False
+        is_stopped = False
         child = 0
         if message == b"new":
             child = os.fork()
@@ -135,7 +135,7 @@ def warm_up(folder: str, kept: list[str], confined: bool) -> None:
         stop_children(confined)
         signal_children(signal.SIGCONT)
         end_children(confined)
-        wipe(folder, kept=kept)
+        wipe(folder, kept)
 
 
 def preload() -> None:
@@ -177,7 +177,7 @@ def fields_of(process: int | str) -> list[bytes]:
 
 
 def is_running(process: int) -> bool:
-    """Is any thread of it? The others may go on when the first one has ended."""
+    """Whether any of its threads is. The others may go on when the first one has ended."""
     with contextlib.suppress(OSError):
         states = set()
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -187,20 +187,20 @@ def is_running(process: int) -> bool:
 
 
 def signal_children(number: int) -> bool:
-    """Send a signal to the child and all its descendants. Was any of them running?"""
+    """Send a signal to the child and all its descendants. Returns whether any was running."""
     children: dict[int, list[int]] = {}
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
             parent = int(fields_of(process)[PARENT])
             children.setdefault(parent, []).append(int(process))
     family = children.get(os.getpid(), [])
-    any_running = False
+    is_any_running = False
     for process in family:  # grows while it is read
         family += children.get(process, [])
-        any_running = any_running or is_running(process)
+        is_any_running = is_any_running or is_running(process)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, number)
-    return any_running
+    return is_any_running
 
 
 def stop_children(confined: bool) -> None:
@@ -305,6 +305,8 @@ def fill(fillers: Iterator[tuple[list, Iterator]]) -> None:
     They are the same ones at each fork, but the order in which Python would take them depends on
     what the server has done before, and so would the addresses of a program's objects.
     """
+    # the cache of attributes keeps names alive, and which ones depends on where they lie
+    sys._clear_type_cache()
     gc.collect()  # also empties the free lists of Python's types
     for filler, blocks in fillers:
         filler.extend(blocks)
