@@ -88,6 +88,7 @@ class Pool:
         """The replies of all jobs, in their order. Jobs that an exception has left behind are
         dropped."""
         self.queue.clear()
+        self.lost.clear()
         for worker in self.workers:
             worker.queue.clear()
             if worker.busy:
