@@ -179,8 +179,8 @@ def step_of_pointer(pointer: Path) -> Path:
 
 
 def remove_step(folder: Path) -> None:
-    """Remove a step folder. OSError, and nothing is removed, if there is anything in it that no
-    save has written."""
+    """Remove a step folder. OSError, and nothing is removed, if it is a link, or if there is
+    anything in it that no save has written."""
     for path in sorted(folder.rglob("*")):
         is_saved = SAVED_FILE.fullmatch(str(path.relative_to(folder))) and not path.is_symlink()
         if not is_saved:
@@ -188,7 +188,7 @@ def remove_step(folder: Path) -> None:
                 f"{path} is no file of a checkpoint: move it away, and its folder can be removed"
             )
     # first: a folder without it is no checkpoint, however far the removal comes
-    if not folder.is_symlink():  # behind a link it is another run's
+    if not folder.is_symlink():  # rmtree refuses a link
         (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
@@ -290,8 +290,8 @@ class WrittenFiles:
 
 
 def make_unfinished(folder: Path) -> Path:
-    """An empty folder to write into, beside `folder`; one that a killed process has left there is
-    removed."""
+    """A folder to write into, beside `folder`, with UNFINISHED alone in it; one that a killed
+    process has left there is removed."""
     unfinished = folder.with_name(f".{folder.name}.tmp")
     if (unfinished / UNFINISHED).is_file() and not unfinished.is_symlink():
         shutil.rmtree(unfinished)

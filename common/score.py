@@ -63,9 +63,9 @@ class Response:
 
 
 def score_file(flags: Scoring) -> None:
-    """Print the table, write a row for each response.
+    """Print the table, and write a row for each response; with --keep, the rows that are kept.
 
-    ValueError, SystemExit if something is wrong with the file or the flags.
+    ValueError, OSError or SystemExit if something is wrong with the files or the flags.
     """
     check_range("--reward-timeout", flags.reward_timeout, Positive)
     check_keep(flags)

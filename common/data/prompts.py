@@ -73,8 +73,9 @@ class PromptData:
     """The rows of one or several files, kept in Arrow. `data[i]` is usable row i, tokenised;
     `usable_row` and `file_row` take a `Row.index`, which counts all rows of the files.
 
-    The constructor looks at every row. It raises a ValueError for files and rows that cannot be
-    used, with file, row, reason and the flag that helps.
+    The constructor looks at every row. It raises a ValueError for files that cannot be used, a
+    FileNotFoundError for one that is missing, and a ValueError for bad rows unless they are
+    dropped, with file, row, reason and the flag that helps.
 
     max_rows: how many rows of the concatenated files are used, counted before bad ones are dropped.
     world: all ranks call this, and the first rank of each machine scans for the others.
@@ -174,7 +175,7 @@ class PromptData:
             messages=prepared.messages,
         )
         if self._has_environment(record):
-            # "" for the reward function, whose environment may know the truth
+            # its environment may know the truth; with None no response would be scored
             row.ground_truth = "" if ground_truth is None else ground_truth
             row.environment = {name: render.without_nulls(value) for name, value in record.items()}
             row.environment["ground_truth"] = ground_truth
@@ -194,7 +195,7 @@ class PromptData:
         return self[int(np.searchsorted(self.usable, index))]
 
     def file_row(self, index: int) -> dict:
-        """The row with this `Row.index`: all its columns, as in the file."""
+        """The row with this `Row.index`: all its columns, in verl's layout."""
         return self.files.row(index)
 
     def keep(self, indices: Sequence[int] | np.ndarray) -> None:
@@ -251,6 +252,7 @@ class PromptData:
         # and `reset` of an environment gets them.
         columns = None
         if self.needs_truth:
+            # `picture_sources` refuses rows whose pictures are in FOREIGN_COLUMNS
             columns = (*self._columns, *FOREIGN_COLUMNS)
         rows = enumerate(map(self._with_prompt, self.files.records(columns)))
         maybe_too_long: dict[int, tuple[str, int]] = {}
@@ -357,7 +359,8 @@ class PromptData:
     def _add_to_report(
         self, report: ScanReport, index: int, record: dict, row: PreparedRow, beginning: list[int]
     ) -> None:
-        """Add a usable row. beginning: the ids that its text lacks in front."""
+        """Add a row that is good, unless it is too long. beginning: the ids that its text lacks in
+        front."""
         report.kept.append(index)
         if truth_of(record) is not None:
             report.sources.add(record["data_source"])
@@ -398,7 +401,8 @@ class PromptData:
         )
 
     def _check_whole(self, messages: Prompt, text: str) -> None:
-        """BadRow if the template has left out a message."""
+        """BadRow if the template has left out a text, but for those of the assistant and those
+        beside pictures."""
         if isinstance(messages, str):
             return
         flat = render.without_spaces(text)

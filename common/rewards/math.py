@@ -2,7 +2,8 @@ r"""Rewards for mathematical answers: `#### 72` (GSM8K), \boxed{\frac{1}{2}} (MA
 204` (DAPO).
 
 All take linear time and none raises, whatever the response; a ground truth that no response could
-match is an error. common/rewards/answers/ decides when two answers are equal.
+match is an error, but not to `verl_gsm8k`. common/rewards/answers/ decides when two answers are
+equal.
 """
 
 import re
@@ -16,10 +17,9 @@ TAIL = 300  # characters of the response in which GSM8K and DAPO look for the an
 
 # --- numbers ---
 
-# -72, $72, -$1,234.50, 72. (a full stop), .5; but the minus of "10-4" is not a sign, and the comma
-# of "3,5" is not part of a number
+# -72, $72, -$1,234.50, 72. (a full stop), .5; but the comma of "3,5" is not part of a number
 INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-NUMBER = rf"(?:(?<![0-9])-)?(?:\$-?)?(?:{INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
+NUMBER = rf"-?(?:\$-?)?(?:{INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
 ANSWER = re.compile(rf"####[ \t]*\**({NUMBER})([^\n]*)")
 # words that make another number of the one before them
 CONTINUATION_WORDS = """
@@ -35,9 +35,9 @@ VERL_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 def score_gsm8k(solution_str: str, ground_truth: str) -> dict:
     """{"score": 0 | 1, "pred": canonical number or ""} of one response.
 
-    The answer is the last `#### x` in the last 300 characters, x being a number that ends there: `5
-    or 6`, `1/2`, `3,5` are none, and no earlier answer counts then. Numbers are compared as
-    decimals: `72.`, `72.0`, `$72` are 72, and `1,234` is 1234.
+    The answer is that of the last line with `#### x` in the last 300 characters, x being a number
+    that ends there: `5 or 6`, `1/2`, `3,5` are none, and no earlier line counts then. Numbers are
+    compared as decimals: `72.`, `72.0`, `$72` are 72, and `1,234` is 1234.
     """
     truth = canonical_number(str(ground_truth))
     if not truth:
@@ -53,11 +53,11 @@ def score_gsm8k(solution_str: str, ground_truth: str) -> dict:
 def is_end(rest: str) -> bool:
     """Whether a number ends before the rest of its line: before nothing, a sentence, a unit, or
     other words."""
-    # nothing more than signs: 72., 72%, (72), 72 <end>
+    # nothing more than signs: 72., 72%, 72), 72 <end>
     if re.match(r"\s*(?:\\?%)?[.,;:?)\]*$]*\s*(?:<|$)", rest):
         return True
     # a new sentence or clause: "72. So", "72, which is"; but not "72, 80" and "5; or 6"
-    if re.match(r"[.?]\s|[;:,]\s+(?![0-9]|(?:or|and|but)\b)", rest):
+    if re.match(r"[.?]\s|[;:,]\s++(?![0-9]|(?:or|and|but)\b)", rest):
         return True
     # up to the next clause there is more to it: 72 + 1, 1/2, 3,5, "5 not 6"
     words = re.split(r"<|[.,;:?](?=\s|$)", rest)[0].strip(" \t*$%()")
@@ -78,13 +78,13 @@ def is_end(rest: str) -> bool:
 
 def verl_gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> float:
     """verl's own rule, for `--reward-function common/rewards/math.py:verl_gsm8k`: the last `#### x`
-    in the last 300 characters, without commas and dollars, is the truth to the letter. `#### 3,5`
-    is 35 for it, `#### 1/2` is 1.
+    in the last 300 characters, without commas, is the truth to the letter. `#### 3,5` is 35 for it,
+    `#### 1/2` is 1, `#### $5` is no answer.
     """
     answers = VERL_ANSWER.findall(solution_str[-TAIL:])
     if not answers:
         return 0.0
-    answer = answers[-1].replace(",", "").replace("$", "")
+    answer = answers[-1].replace(",", "")
     return float(answer == str(ground_truth))
 
 
@@ -140,7 +140,8 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
 
     The answer is on the line of the last `Answer:` in the last 300 characters, or on the next if
     that line ends there: the last box, or else what follows the last `=`, and of that the first
-    $...$, if there is one. It is right by its spelling or as a number; formulas are not computed.
+    $...$, if there is one; of these, too, what follows the last `=`. It is right by its spelling or
+    as a number; formulas are not computed.
     """
     truth = normalized_truth(ground_truth)
     tail = solution_str[-TAIL:]

@@ -155,7 +155,7 @@ class Turns:
         for row in rows:
             if row.environment is not None:
                 columns = row.environment
-                has_truth = row.ground_truth is not None
+                has_truth = row.ground_truth not in (None, "")  # see `PromptData`
                 break
         transcript = Transcript(TRIAL, seed="", columns=columns)
         opening = self._try_call(OPENING, transcript, RESET)

@@ -1117,6 +1117,8 @@ def test_formulas_only_where_needed(monkeypatch):
         ("#### 3,5", "5", False),
         ("#### 1/2", "1", False),
         ("#### 5 or 6", "5", False),
+        ("#### 5;  or 6", "5", False),
+        ("#### 72,  80", "72", False),
         ("#### 3 1/2", "3", False),
         ("#### 5-6", "5", False),
         ("#### 5 to 6", "5", False),

@@ -233,7 +233,7 @@ def test_a_property_that_fails_is_not_missing():
 
 @pytest.mark.parametrize(
     "reward, truth, is_warned",
-    [("score", None, True), ("score", "7", False), ("get_reward", None, False)],
+    [("score", None, True), ("score", "", True), ("score", "7", False), ("get_reward", "", False)],
 )
 @pytest.mark.parametrize("first", ["len(self.seen)", "None"])
 def test_a_game_that_nothing_scores_is_warned_of(
