@@ -279,8 +279,8 @@ class VllmEngine(Engine):
                 seed=0,
                 **options,
             )
-        # The broadcaster would use vLLM's shared memory, too (see `share_the_machine`). Each rank
-        # has a scheduler of its own, so nothing needs broadcasting.
+        # Each rank has a scheduler of its own, so nothing needs broadcasting; and the broadcaster
+        # would use vLLM's shared memory, too (`share_the_machine` in vllm_repairs.py).
         get_tp_group().mq_broadcaster = None
         _alive.append(self.llm)
         if on_gpu:

@@ -36,7 +36,7 @@ class Transcript:
     """What an environment has gone through in a trajectory."""
 
     trajectory: int  # its key
-    seed: str
+    seed: str  # of the step and the prompt: all samples of a group have it
     columns: dict[str, Any]  # of its row
     opening: str = ""  # what `reset` returned
     calls: list[PastCall] = field(default_factory=list)
@@ -217,8 +217,8 @@ class LiveEnvironments:
 
 
 def seed(transcript: Transcript, step: int) -> None:
-    """Seed random numbers by the row and the number of the call alone: all samples of a group, and
-    a repetition, draw the same."""
+    """Seed random numbers by the transcript's seed and the number of the call alone: all samples of
+    a group, and a repetition, draw the same."""
     import numpy as np  # not at the top: tools need no numpy
 
     random.seed(f"{transcript.seed}/{step}")
