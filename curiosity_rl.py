@@ -15,7 +15,8 @@ Where this differs from the released code:
 3. One denominator, as in grpo.py; --reduction dr_grpo divides by a constant. The loss is not
    clamped, only the log of the ratio, to [-20, 20].
 4. Groups of equal rewards are left out of the update: their advantages are 0, and they only
-   dilute the mean. The replay of earlier samples, which the release switches off, is left out.
+   dilute the mean, and the deviation of --advantage batch-std. The replay of earlier samples, which
+   the release switches off, is left out.
 
     torchrun --nproc_per_node 2 curiosity_rl.py    # demo, minutes on a CPU
     torchrun --nproc_per_node 8 curiosity_rl.py --model runs/warm-start/model \\
@@ -189,8 +190,8 @@ def num_calls(episode: Episode) -> int:
 def add_curiosity(episodes: list[Episode], args: Args) -> None:
     """Set the score of each episode to correctness + bonus + cost + rewards of its turns.
 
-    The correctness is the score so far, cut to [0, 1]. Groups must be complete, except for episodes
-    that could not be scored.
+    The correctness is the score so far, cut to [0, 1]: to some rules an error is -1. Groups must be
+    complete, except for episodes that could not be scored.
     """
     for group in by_prompt(episodes).values():
         num_looking = sum(num_calls(episode) > 0 for episode in group)
@@ -235,8 +236,8 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
 
     group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO).
     rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std of r - mean over
-    all episodes of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores
-    are all equal, has advantage 0: there is nothing to compare.
+    the groups given on all ranks (REINFORCE++-baseline, 2501.03262). A group of one, or one whose
+    scores are all equal, has advantage 0: there is nothing to compare.
     """
     # float64: in float32 the mean of eight 0.1 is not 0.1, and a division magnifies the difference
     exact = scores.double()

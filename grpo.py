@@ -196,8 +196,8 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
 
     group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO).
     rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std of r - mean over
-    all episodes of the step (REINFORCE++-baseline, 2501.03262). A group of one, or one whose scores
-    are all equal, has advantage 0: there is nothing to compare.
+    the groups given on all ranks (REINFORCE++-baseline, 2501.03262). A group of one, or one whose
+    scores are all equal, has advantage 0: there is nothing to compare.
     """
     # float64: in float32 the mean of eight 0.1 is not 0.1, and a division magnifies the difference
     exact = scores.double()

@@ -194,6 +194,7 @@ def read_data(args: Args, job: Job, max_tokens: int) -> tuple[Conversations, Con
     eval_data = None
     processor = job.vision.processor if job.vision else None
     with user_errors():
+        # the tokenizer's end token becomes the one that ends the chat template's turns
         end_turns_properly(job.tokenizer, processor)
         train_data = Conversations(
             train_files, "--train-data", max_rows=args.data.max_rows, **options
@@ -277,7 +278,12 @@ def main(args: Args, demo: bool = False) -> None:
         total_steps = steps_of(args.run.total_epochs, len(train_data), args.batch_size)
     job.leave_if_finished(total_steps)
     eval_rows = list(range(min(args.run.eval_rows, len(eval_data)))) if eval_data else []
-    job.plan_memory(no_rollout(max_tokens), trained=[job.model_folder], frozen=[], most_tokens=8192)
+    job.plan_memory(
+        no_rollout(max_tokens),
+        trained=[job.model_folder],
+        frozen=[],
+        most_tokens=8192,  # no --micro-batch-tokens above it is chosen
+    )
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
     policy = job.load_policy(from_scratch=from_scratch)

@@ -104,8 +104,8 @@ class Job:
             lock_everywhere(self.output_dir, self.world)
 
         self._read_architecture(device_attention)
-        # what must be the same in a checkpoint that is resumed; load_reference, load_critic and
-        # load_teacher add to it
+        # what must be the same in a checkpoint that is resumed; plan_memory, load_reference,
+        # load_critic and load_teacher add to it
         self.identity = checkpoint_identity(script, Path(self.model_folder), machine)
         self.checkpoint = find_checkpoint(self.output_dir, run.resume, self.world, self.identity)
         # None: the memory plan chooses
@@ -237,7 +237,8 @@ class Job:
         return loader
 
     def check_weights(self, path: str, flag: str = "--model", headless: bool = False) -> None:
-        """SystemExit if the files of a folder do not hold the weights of its model."""
+        """SystemExit if the files of a folder do not hold the weights of its model. headless: its
+        head does not count."""
         model = checked_skeleton(path, self.attention, self.machine.trust_remote_code, flag)
         check_weights(model, path, flag, headless)
 
@@ -362,7 +363,7 @@ class Job:
                 wrap_model,
                 mesh=self.mesh,
                 compute_dtype=self.compute_dtype,
-                shards_own_parameters=not has_lora,  # a critic's head
+                shards_own_parameters=not has_lora,  # a critic's head stays whole
                 stays_gathered=stays_gathered,
             ),
             "dtype": torch.float32 if trained and not has_lora else self.compute_dtype,

@@ -136,8 +136,8 @@ def encode(image: Image.Image | bytes) -> bytes:
 def displayed_size(size: tuple[int, int], kind: str, context: dict) -> tuple[int, int]:
     """(width, height) at which a picture of that size is shown.
 
-    kind: "image", also for crops, or "video" for frames, selected or not. context: has the fields
-    of `PixelLimits`.
+    kind: "image", also for crops; "video" or "frame" for frames. context: what a tool gets
+    (`ToolWorkers.submit`), with the fields of `PixelLimits`.
     """
     max_pixels = context["max_pixels"] if kind == "image" else context["max_frame_pixels"]
     min_pixels = min(context["min_pixels"], max_pixels)

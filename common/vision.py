@@ -211,7 +211,8 @@ def clamp_inputs(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 def attend_in_windows(attention: nn.Module) -> None:
     """Give an attention module of a vision tower a forward with one SDPA call for all windows of a
-    length; transformers' has one for each window, some 2,300 for a picture of a megapixel."""
+    length; transformers' has one for each window: in the 28 such modules of Qwen2.5-VL some 2,300
+    for a picture of a megapixel."""
     attention.forward = partial(window_attention, attention)
 
 
