@@ -202,6 +202,7 @@ def abandon_backward(model: nn.Module) -> None:
     """After an exception in a forward or backward on this rank: drop gradients and FSDP2's state,
     so that the step can be repeated."""
     model.zero_grad()  # of gathered parameters
+    # each once: with LoRA a teacher may be the policy without its adapters
     for root in dict.fromkeys(sharded_roots(model)):
         if not hasattr(root, "reset_iter_state"):
             raise SystemExit("torch below 2.13 cannot repeat a step: run the same command again")
@@ -274,7 +275,6 @@ def all_reduce(values: list[float] | torch.Tensor, op: str = "sum") -> list[floa
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
     """`value` of every rank (of the group), in rank order, on every rank."""
-    # gloo's first call starts threads that compete with OpenMP's and halve the speed of all else
     if world_size() == 1:
         return [value]
     values: list = [None] * dist.get_world_size(group)

@@ -4,9 +4,10 @@ model/ when it ends.
     python -m common.export runs/NAME --model Qwen/Qwen2.5-VL-7B-Instruct --out FOLDER
     python -m common.export runs/NAME/checkpoints/step_000100 --model BASE --out FOLDER
 
-It runs on a CPU, without an engine, and needs memory for the model in float32. A run's folder means
-its last checkpoint; from a checkpoint of PPO, only the policy is written. The checkpoint's files
-are verified first, and none of them can hold executable code.
+It runs on a CPU, without an engine, and needs memory for the model in float32 and for a copy in the
+dtype that it writes. A run's folder means its last checkpoint; from a checkpoint of PPO, only the
+policy is written. The checkpoint's files are verified first, and none of them can hold executable
+code.
 """
 
 import json
@@ -282,8 +283,9 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
 
 
 def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None:
-    """Complete an export, whose weights are in `dtype`, with the files of the model that it was
-    trained from."""
+    """Give an export, whose weights are in `dtype`, the settings and files of the model that it was
+    trained from: transformers 5, which has written it, spells some otherwise than programs that
+    read 4's expect."""
     config = read_json(export / "config.json")
     if (source / "config.json").is_file():
         config = merge_configs(read_json(source / "config.json"), config)

@@ -55,7 +55,8 @@ class Block:
     code: str
     # blocks that ended, and how many figures of each the policy was shown
     earlier: list[tuple[str, int]]
-    # of the prompt: name, kind, frames (bytes), seen (1 if the policy was shown it, else 0)
+    # of the row: name, kind, frames (bytes), seen (1 if the policy was shown it, else 0), and fps
+    # of what is not in the prompt
     pictures: list[dict]
     seed: str = ""  # of the random numbers that programs draw
 
@@ -82,8 +83,8 @@ class Sandbox:
         start_s: float = START_S,
     ):
         """timeout_s: of a block. memory_gib: address space beyond the interpreter's own. confined:
-        with namespaces and filters of system calls. anew: each block starts from the transcript.
-        start_s: time for the process to start."""
+        with namespaces and filters of system calls. anew: each block gets a new child, in which the
+        earlier ones run again. start_s: time for the process to start."""
         self.timeout_s = min(timeout_s, FOREVER_S)
         self.start_s = start_s
         self.memory_gib = memory_gib
@@ -146,7 +147,8 @@ class Sandbox:
                     start_new_session=True,
                 )
             on_failure.pop_all()
-        self.control = control  # not before: `hang_up` must not take an old process for a new one
+        # not before: if the start fails, it is still the closed socket of the process before
+        self.control = control
         self.enter(State.STARTING, self.start_s)
 
     def hang_up(self) -> None:

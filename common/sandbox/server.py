@@ -40,8 +40,8 @@ PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 libc = ctypes.CDLL(None, use_errno=True)
 BYTES_HEAD = sys.getsizeof(b"")  # of a bytes object, before its content
-# of each size, beside the free ones; with 100 the first child of a server had other addresses at
-# times
+# how much `fill` allocates of each size, beside what is free; with 100 the first child of a server
+# had other addresses at times
 MORE_BLOCKS = 1000
 # indices of fields of /proc/PID/stat, counted from the state on
 STATE = 0
@@ -320,7 +320,7 @@ def limits_of_child(memory_gib: float) -> dict[str, int]:
         "RLIMIT_CORE": 0,
         "RLIMIT_FSIZE": FILE_BYTES,
         "RLIMIT_NOFILE": OPEN_FILES,
-        "RLIMIT_SIGPENDING": OPEN_FILES,
+        "RLIMIT_SIGPENDING": OPEN_FILES,  # the kernel keeps each in its memory, as it does files
     }
 
 

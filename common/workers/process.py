@@ -45,7 +45,8 @@ KILL_S = 10  # until a keeper has ended all that descends from it
 # seconds to wait for the rest of a message: PATIENCE_S + bytes that have come / BYTES_PER_S
 PATIENCE_S = 0.1
 BYTES_PER_S = 1e8
-FOREVER_S = 1e9  # of a job, at most: only a worker without one has an infinite deadline
+# of a job, at most: `Pool` takes a worker with an infinite deadline for one without a job
+FOREVER_S = 1e9
 MAX_REPLY = 2**28  # bytes
 MAX_ERROR = 500  # characters of an exception
 SIZE_BYTES = 8  # of the size that precedes a message
