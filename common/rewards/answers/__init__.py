@@ -288,10 +288,15 @@ def same_as_relation(text: str, relation: Relation, other: str, depth: int) -> b
 
 
 def is_result(result: Relation, truth: str, depth: int) -> bool:
-    """Whether a + b = 7 or 3 + 4 = 7 tells the number that is asked for; 2x = 6 does not."""
+    r"""Whether a + b = 7, 3 + 4 = 7 or \cos 2\alpha = 7 tells the number that is asked for; 2x = 6
+    does not."""
     sides, signs = result
     is_number = re.search("[0-9]", sides[-1]) and not symbols_in(sides[-1])
-    if set(signs) != {"="} or not is_number or len(symbols_in(sides[0])) == 1 or has_prose(sides):
+    if set(signs) != {"="} or not is_number or has_prose(sides):
+        return False
+    symbols = symbols_in(sides[0])
+    is_of_angle = TRIGONOMETRIC.match(sides[0]) and min(symbols, default="").startswith("\\")
+    if len(symbols) == 1 and not is_of_angle:
         return False
     return same(sides[-1], truth, depth - 1)
 

@@ -20,6 +20,7 @@ from common.rewards.answers.values import (
     agree,
     exact,
     is_close,
+    is_outside_domain,
     ratio_at,
     value_of,
 )
@@ -31,8 +32,9 @@ MAX_CHARACTERS = 200  # of a formula
 MAX_BITS = 100_000  # bits of the numbers that a formula leads to
 MAX_ROOT_BITS = 256  # bits of a number under a root: sympy tries to factor it
 MAX_EXPONENT = 10_000  # value of an exponent of e, or of one that is no integer
-MAX_EXPONENT_BITS = 128  # bits of such an exponent, if it has symbols
-MAX_ANGLE_BITS = 4096  # bits of the argument of sin and the like, which needs as many digits of pi
+MAX_EXPONENT_BITS = 128  # bits of such an exponent, and of the n of n! if it has symbols
+# bits of the argument of a logarithm, and of sin and the like, which need as many digits of pi
+MAX_ARGUMENT_BITS = 4096
 MAX_ROUNDED = 10**200  # number in a floor or a ceiling
 MAX_FACTORIAL = 999
 MAX_BINOMIAL = 9999
@@ -134,8 +136,8 @@ def real_value(text: str) -> Fraction | None:
 
 
 def is_identity(a: "sympy.Expr", b: "sympy.Expr") -> bool:
-    """Whether two expressions agree at each point where both have a value; two such points are the
-    least."""
+    r"""Whether two expressions agree at each point where both are real, and at two points or more:
+    \ln x - \ln y and \ln(x/y) differ where x and y are negative."""
     if a == b:
         return True
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
@@ -144,7 +146,7 @@ def is_identity(a: "sympy.Expr", b: "sympy.Expr") -> bool:
     agreements = 0
     for point in points_for(symbols, a, b):
         verdict = agree(a, b, point)
-        if verdict is False:
+        if verdict is False and not is_outside_domain(a, b, point):
             return False
         if verdict:  # None where a formula is undefined
             agreements += 1
@@ -167,7 +169,7 @@ def is_multiple(a: "sympy.Expr", b: "sympy.Expr", direction: int) -> bool:
 
 def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> list[Point]:
     """Points for comparing: integers where n! or n choose k occurs; also large numbers where
-    something is rounded, or is another formula far from 0."""
+    something is rounded, or where a formula such as |x + 3| is another one near 0."""
     from sympy import Abs, binomial, ceiling, factorial, floor
     from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction
 
@@ -183,14 +185,16 @@ def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> lis
 
 
 def fraction_points(symbols: list["sympy.Symbol"], scale: int = 1) -> list[Point]:
-    """Four points, all positive, all negative, and mixed; at no point are two symbols equal."""
+    """Five points: all symbols are positive in two of them, negative in one, mixed in two; at no
+    point are two of them equal."""
     points: list[Point] = []
-    for signs in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
+    all_signs = ((1, 1), (-1, -1), (1, -1), (-1, 1), (1, 1))
+    for signs, denominator in zip(all_signs, (5, 7, 11, 13, 17)):
         point = {}
         for i, symbol in enumerate(symbols):
-            # all different, in no arithmetic progression (b^2 is (a + c)^2/4 in one), and no simple
-            # values, at which unequal formulas may agree
-            magnitude = scale * Fraction(7 + 4 * i + i * i + len(points), 5 + 2 * len(points))
+            # all different, in no arithmetic progression (b^2 is (a + c)^2/4 in one), and no
+            # integers, at which unequal formulas may agree
+            magnitude = scale * Fraction(7 + 4 * i + i * i + len(points), denominator)
             point[symbol] = signs[i % 2] * magnitude
         points.append(point)
     return points
@@ -525,7 +529,7 @@ def function_value(
     check_real(argument)
     if name in EXPONENTIAL:
         check_exponent(argument)
-    elif bits_of(argument) > MAX_ANGLE_BITS:
+    elif bits_of(argument) > MAX_ARGUMENT_BITS:
         raise Unreadable("the argument is too large")
     if name == "ln":
         value = sympy.log(argument)
@@ -547,7 +551,8 @@ def divided(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
 
 
 def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
-    from sympy import E
+    r"""The power, real where it can be: \sqrt[3]{-8} is -2, which sympy takes for complex."""
+    from sympy import E, I, sign
 
     if exponent.is_Integer and base != E:
         if base == 0 and exponent < 0:
@@ -559,6 +564,8 @@ def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
     may_be_root = not exponent.is_Integer and not base.free_symbols
     if may_be_root and bits_of(base) > MAX_ROOT_BITS:
         raise Unreadable("the root of too large a number")
+    if exponent.is_Rational and exponent.q % 2 == 1 and not base.has(I):
+        return sign(base) ** exponent.p * (sign(base) * base) ** exponent
     return base**exponent
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from common.rewards.answers.brackets import outside, split_brackets, split_outside
+from common.rewards.answers.formulas import GREEK
 from common.rewards.answers.typesetting import RELATION_SIGN, TEXT_COMMAND
 
 FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
@@ -13,6 +14,8 @@ LESS = {"<", "\\le"}
 GREATER = {">", "\\ge"}
 TUPLE_NAME = re.compile(r"\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)")  # (x, y)
 VARIABLE = re.compile(r"\{?[A-Za-z]\}?|\\(?!(?:pi|infty|emptyset)(?![a-z]))[a-z]+")
+GREEK_LETTER = rf"\\(?:{'|'.join(GREEK.split())})(?![A-Za-z])"
+SYMBOL = re.compile(rf"(?:(?<![\\A-Za-z])[A-Za-z]|{GREEK_LETTER})(?:_\{{?[A-Za-z0-9]+)?")
 LETTERS = (  # x, x_1, AB, \vec{a}, \angle A
     r"(?:\\(?:overline|vec|hat|angle|triangle)(?![a-z])\s*)?(?:\{?[A-Z]{1,3}\}?|\{?[a-z]\}?|\\[a-z]+)'*"
     r"(?:_\s*(?:\{[^{}]*\}|[0-9a-zA-Z]))?"
@@ -109,7 +112,7 @@ def has_prose(sides: list[str]) -> bool:
 
 
 def unlabelled(answer: str, truth: str) -> tuple[str, str]:
-    """Both without a label; but x = 5 and y = 5 are two lines."""
+    """Both without a label; as they are if these differ: x = 5 and y = 5 are not equal."""
     if labels_differ(answer, truth):
         return answer, truth
     return without_label(answer), without_label(truth)
@@ -167,7 +170,8 @@ def bare_name(name: str) -> str:
 
 
 def symbols_in(text: str) -> set[str]:
-    return set(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?:_\{?[A-Za-z0-9]+)?", text))
+    r"""{"x", "A", "\theta"} of x + 2AB + \theta. AB may be one thing: its first letter."""
+    return set(SYMBOL.findall(text))
 
 
 def interval_of(relation: Relation) -> tuple[str, str] | None:

@@ -5,7 +5,8 @@ import re
 
 from common.rewards.answers.typesetting import TEXT_COMMAND, TRIGONOMETRIC
 
-# {unit: its spellings}; single letters are units only in upright type, as in 5\,\mathrm{m}
+# {unit: its spellings}; a single letter is a unit in upright type, as in 5\,\mathrm{m}, in a rate
+# (5 m/s), or if the other answer has this unit
 UNITS = {
     "metre": "m meter meters metre metres",
     "millimetre": "mm millimeter millimeters millimetre millimetres",
@@ -100,8 +101,12 @@ FRACTIONS = re.compile(
     r"halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|[a-z]*teenth"
     r"|[a-z]+tieth|[a-z]*hundredth|[a-z]*thousandth|[a-z]+illionth)s"
 )
-IRREGULAR_PLURAL_WORDS = "people children men women sheep fish deer feet mice geese teeth"
-IRREGULAR_PLURALS = set(IRREGULAR_PLURAL_WORDS.split())
+# plural:singular
+IRREGULAR_WORDS = """
+people:person children:child men:man women:woman sheep:sheep fish:fish deer:deer feet:foot
+mice:mouse geese:goose teeth:tooth potatoes:potato tomatoes:tomato
+"""
+IRREGULAR_PLURALS = dict(word.split(":") for word in IRREGULAR_WORDS.split())
 
 POWER = r"(?:\s*\^\s*(?:\{\s*-?[0-9]\s*\}|-?[0-9]))?"
 # of a unit: a word, a sign, or the letter below a fraction bar
@@ -143,8 +148,8 @@ def split_unit(text: str, other_unit: str = "") -> tuple[str, str]:
     r"""Split a number and its unit: 5\text{ cm}^2 gives ("5", "centimetre^2"), 9 (apples) gives
     ("9", "apple"). Without a unit: (text, "").
 
-    other_unit: that of the other answer. A single letter, or a noun that is no plural, counts as a
-    unit only if it names this one.
+    other_unit: that of the other answer. A single letter that is neither upright nor in a rate, or
+    a noun that is no plural, counts as a unit only if it names this one.
     """
     rest = text  # without a currency in front
     currency = ""
@@ -280,7 +285,8 @@ def unit_factors(text: str) -> list[tuple[str, int]]:
 def noun_name(text: str, other_unit: str = "", is_in_brackets: bool = False) -> str:
     """The things that are counted, as "red apple" of red apples; "" of words that tell more.
 
-    In brackets each noun counts things; elsewhere it has to be a plural, or `other_unit`.
+    In brackets each noun counts things; elsewhere it has to be a plural, a measure of something (kg
+    of rice), or `other_unit`.
     """
     words = re.sub(r"[./-]", " ", text.lower()).split()
     if not 1 <= len(words) <= 6:
@@ -312,6 +318,8 @@ def is_plural(word: str) -> bool:
 
 
 def singular(word: str) -> str:
+    if word in IRREGULAR_PLURALS:
+        return IRREGULAR_PLURALS[word]
     for ending, replacement in (
         ("ies", "y"),
         ("ches", "ch"),

@@ -50,6 +50,17 @@ def agree(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> bool | None:
         return None
 
 
+def is_outside_domain(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> bool:
+    r"""Whether two expressions without i do not both have real values at a point. \ln|x| is no
+    \ln x: with |x| in one of them, they need one domain."""
+    from sympy import Abs, I
+
+    if a.has(I) or b.has(I) or a.has(Abs) != b.has(Abs):
+        return False
+    values = values_at(a, b, point, PRECISION)
+    return any(isinstance(value, mpmath.mpc) for value in values)
+
+
 def ratio_at(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> Value | None:
     """a / b at a point; None where one is zero or has no value."""
     from sympy import S
