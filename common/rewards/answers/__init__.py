@@ -18,6 +18,7 @@ from common.rewards.answers.relations import (
     FLIPPED,
     GREATER,
     LESS,
+    UNSOLVED_ANGLE,
     Relation,
     equations,
     has_prose,
@@ -289,14 +290,12 @@ def same_as_relation(text: str, relation: Relation, other: str, depth: int) -> b
 
 def is_result(result: Relation, truth: str, depth: int) -> bool:
     r"""Whether a + b = 7, 3 + 4 = 7 or \cos 2\alpha = 7 tells the number that is asked for; 2x = 6
-    does not."""
+    and 2\theta = 6 do not."""
     sides, signs = result
     is_number = re.search("[0-9]", sides[-1]) and not symbols_in(sides[-1])
     if set(signs) != {"="} or not is_number or has_prose(sides):
         return False
-    symbols = symbols_in(sides[0])
-    is_of_angle = TRIGONOMETRIC.match(sides[0]) and min(symbols, default="").startswith("\\")
-    if len(symbols) == 1 and not is_of_angle:
+    if len(symbols_in(sides[0])) == 1 or UNSOLVED_ANGLE.fullmatch(sides[0]):
         return False
     return same(sides[-1], truth, depth - 1)
 

@@ -181,21 +181,32 @@ def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> lis
     # |x + 3| is x + 3 near 0, and \arcsin(\sin x) is x
     if any(expression.has(Abs, InverseTrigonometricFunction) for expression in expressions):
         return fraction_points(symbols) + fraction_points(symbols, scale=1009)
+    # \sqrt{x^2 - 4} has a value far from 0 alone, \sqrt{x - x^2} between 0 and 1
+    if any(map(has_domain, expressions)):
+        small = fraction_points(symbols, scale=Fraction(1, 5))
+        return fraction_points(symbols) + fraction_points(symbols, scale=101) + small
     return fraction_points(symbols)
 
 
-def fraction_points(symbols: list["sympy.Symbol"], scale: int = 1) -> list[Point]:
-    """Five points: all symbols are positive in two of them, negative in one, mixed in two; at no
-    point are two of them equal."""
+def has_domain(expression: "sympy.Expr") -> bool:
+    """Whether there are roots or logarithms of symbols in an expression."""
+    from sympy import Pow, log
+
+    powers = expression.atoms(Pow)
+    return expression.has(log) or any(p.base.free_symbols and not p.exp.is_Integer for p in powers)
+
+
+def fraction_points(symbols: list["sympy.Symbol"], scale: int | Fraction = 1) -> list[Point]:
+    """Six points, in two of which all symbols are positive; at no point are two of them equal."""
     points: list[Point] = []
-    all_signs = ((1, 1), (-1, -1), (1, -1), (-1, 1), (1, 1))
-    for signs, denominator in zip(all_signs, (5, 7, 11, 13, 17)):
+    all_signs = ("++++", "----", "+-+-", "-+-+", "++++", "--++")
+    for signs, denominator in zip(all_signs, (5, 7, 11, 13, 17, 23)):
         point = {}
         for i, symbol in enumerate(symbols):
             # all different, in no arithmetic progression (b^2 is (a + c)^2/4 in one), and no
             # integers, at which unequal formulas may agree
             magnitude = scale * Fraction(7 + 4 * i + i * i + len(points), denominator)
-            point[symbol] = signs[i % 2] * magnitude
+            point[symbol] = magnitude if signs[i % 4] == "+" else -magnitude
         points.append(point)
     return points
 
@@ -551,8 +562,7 @@ def divided(above: "sympy.Expr", below: "sympy.Expr") -> "sympy.Expr":
 
 
 def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
-    r"""The power, real where it can be: \sqrt[3]{-8} is -2, which sympy takes for complex."""
-    from sympy import E, I, sign
+    from sympy import E
 
     if exponent.is_Integer and base != E:
         if base == 0 and exponent < 0:
@@ -564,8 +574,6 @@ def raised(base: "sympy.Expr", exponent: "sympy.Expr") -> "sympy.Expr":
     may_be_root = not exponent.is_Integer and not base.free_symbols
     if may_be_root and bits_of(base) > MAX_ROOT_BITS:
         raise Unreadable("the root of too large a number")
-    if exponent.is_Rational and exponent.q % 2 == 1 and not base.has(I):
-        return sign(base) ** exponent.p * (sign(base) * base) ** exponent
     return base**exponent
 
 

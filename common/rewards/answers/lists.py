@@ -85,9 +85,9 @@ def exact_value(number: str) -> Fraction | None:
 def set_of(inner: str) -> tuple[str, list[str]]:
     r"""The collection that \{…\} is: \{x | x > 2\} is (2, \infty), and \{\emptyset\} is no
     \emptyset."""
-    marks = [match[0] for match in outside(inner, SUCH_THAT)]
-    if ":" in marks or len(marks) % 2 == 1:  # \{|a|, |b|\} is a set of two
-        head, condition = split_outside(inner, SUCH_THAT, at_most=1)
+    parts = split_outside(inner, SUCH_THAT, at_most=1)
+    if len(parts) == 2 and re.search("[A-Za-z]", parts[0]):  # \{|a|, |b|\} is a set of two
+        head, condition = parts
         variable = re.sub(rf"\\in\s*(?:{REALS.pattern})$", "", head).strip()
         solution = solution_set(variable, condition)
         if solution:

@@ -15,7 +15,10 @@ GREATER = {">", "\\ge"}
 TUPLE_NAME = re.compile(r"\(\s*[a-z](?:\s*,\s*[a-z])+\s*\)")  # (x, y)
 VARIABLE = re.compile(r"\{?[A-Za-z]\}?|\\(?!(?:pi|infty|emptyset)(?![a-z]))[a-z]+")
 GREEK_LETTER = rf"\\(?:{'|'.join(GREEK.split())})(?![A-Za-z])"
-SYMBOL = re.compile(rf"(?:(?<![\\A-Za-z])[A-Za-z]|{GREEK_LETTER})(?:_\{{?[A-Za-z0-9]+)?")
+# the left side of an equation that is to be solved for an angle: 2\theta, \theta - 20, 3\alpha + 20
+UNSOLVED_ANGLE = re.compile(
+    rf"(?=.*[0-9])(?:[0-9.]+\s*)?{GREEK_LETTER}\s*(?:[-+/]\s*[0-9.]+\s*°?)?"
+)
 LETTERS = (  # x, x_1, AB, \vec{a}, \angle A
     r"(?:\\(?:overline|vec|hat|angle|triangle)(?![a-z])\s*)?(?:\{?[A-Z]{1,3}\}?|\{?[a-z]\}?|\\[a-z]+)'*"
     r"(?:_\s*(?:\{[^{}]*\}|[0-9a-zA-Z]))?"
@@ -170,8 +173,9 @@ def bare_name(name: str) -> str:
 
 
 def symbols_in(text: str) -> set[str]:
-    r"""{"x", "A", "\theta"} of x + 2AB + \theta. AB may be one thing: its first letter."""
-    return set(SYMBOL.findall(text))
+    r"""{"x", "A"} of x + 2AB + \theta: no Greek letters, and of letters side by side, which may be
+    one thing, the first."""
+    return set(re.findall(r"(?<![\\A-Za-z])[A-Za-z](?:_\{?[A-Za-z0-9]+)?", text))
 
 
 def interval_of(relation: Relation) -> tuple[str, str] | None:

@@ -52,10 +52,10 @@ def agree(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> bool | None:
 
 def is_outside_domain(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> bool:
     r"""Whether two expressions without i do not both have real values at a point. \ln|x| is no
-    \ln x: with |x| in one of them, they need one domain."""
+    \ln x: if absolute values differ, so may domains."""
     from sympy import Abs, I
 
-    if a.has(I) or b.has(I) or a.has(Abs) != b.has(Abs):
+    if a.has(I) or b.has(I) or a.count(Abs) != b.count(Abs):
         return False
     values = values_at(a, b, point, PRECISION)
     return any(isinstance(value, mpmath.mpc) for value in values)
@@ -141,7 +141,13 @@ def value_at(expression: "sympy.Expr", point: Point) -> Value:
     if expression.is_Mul:
         return math.prod(values[1:], start=values[0])
     if expression.is_Pow:
-        return power(*values)
+        base, exponent = values
+        # \sqrt[3]{-8} is -2, and not the complex root that mpmath gives
+        is_odd_root = expression.exp.is_Rational and expression.exp.q % 2 == 1
+        if is_odd_root and not isinstance(base, mpmath.mpc) and base < 0:
+            size = power(-base, exponent)
+            return -size if expression.exp.p % 2 == 1 else size
+        return power(base, exponent)
     return function_value(type(expression).__name__, values)
 
 
