@@ -320,7 +320,8 @@ def limits_of_child(memory_gib: float) -> dict[str, int]:
         "RLIMIT_CORE": 0,
         "RLIMIT_FSIZE": FILE_BYTES,
         "RLIMIT_NOFILE": OPEN_FILES,
-        "RLIMIT_SIGPENDING": OPEN_FILES,  # the kernel keeps each in its memory, as it does files
+        # the kernel keeps each in its memory, as it does open files
+        "RLIMIT_SIGPENDING": OPEN_FILES,
     }
 
 
