@@ -143,10 +143,11 @@ def value_at(expression: "sympy.Expr", point: Point) -> Value:
     if expression.is_Pow:
         base, exponent = values
         # \sqrt[3]{-8} is -2, and not the complex root that mpmath gives
-        is_odd_root = expression.exp.is_Rational and expression.exp.q % 2 == 1
+        fraction = expression.exp
+        is_odd_root = fraction.is_Rational and fraction.q > 1 and fraction.q % 2 == 1
         if is_odd_root and not isinstance(base, mpmath.mpc) and base < 0:
             size = power(-base, exponent)
-            return -size if expression.exp.p % 2 == 1 else size
+            return -size if fraction.p % 2 == 1 else size
         return power(base, exponent)
     return function_value(type(expression).__name__, values)
 
