@@ -6,9 +6,9 @@ start.
 A byte-level Qwen2 of 3 million parameters learns to search: it subtracts some of the numbers from
 the others, compares with the target, one try a line, and answers with its last try.
 
-    user:      24 19 5 = 38
-    assistant: <think>24+19=43 43+5=48>38
-               24+19=43 43-5=38=38</think><answer>(24+19)-5</answer>
+    user:      14 19 5 = 28
+    assistant: <think>14+19=33 33+5=38>28
+               14+19=33 33-5=28=28</think><answer>(14+19)-5</answer>
 
 The searches are systematic, but impatient: most of them give up after a first line that missed,
 some later. Going on until a line hits pays; that is left for reinforcement learning to find out.
@@ -95,7 +95,7 @@ def write_demo_data(folder: Path) -> None:
 
 def write_supervised_data(folder: Path) -> None:
     """train.jsonl and eval.jsonl of the demo that `sft.py` runs without --model: searches on
-    problems of another seed than the warm start's, of which about a third are among those, too."""
+    problems of another seed than the warm start's, which has about a third of them, too."""
     folder.mkdir(parents=True, exist_ok=True)
     problems = sums_and_differences(3000, seed=2)
     write_traces(folder / "eval.jsonl", problems[:256], 1, random.Random(2))
@@ -116,7 +116,7 @@ def write_traces(
 
 
 def write_warm_start(path: Path) -> None:
-    """The traces of the supervised warm start, on problems that are in none of the demo's files."""
+    """The traces of the supervised warm start, on problems that are in no file of the RL demo."""
     held_out, training = rl_problems()
     demo_keys = {problem.key for problem in held_out + training}
     problems = sums_and_differences(SFT_ROWS, seed=1, exclude=demo_keys)
@@ -124,7 +124,7 @@ def write_warm_start(path: Path) -> None:
 
 
 def sums_and_differences(count: int, **options) -> list[Problem]:
-    """As many problems of three as of four numbers, which + and - suffice to solve."""
+    """`count` problems that + and - suffice to solve, alternately of three and four numbers."""
     problems_by_size: list[list[Problem]] = []
     for operands in (3, 4):
         problems = iter_problems(operands=(operands,), **RANGES, **options)
@@ -154,7 +154,7 @@ def rl_problems() -> tuple[list[Problem], list[Problem]]:
 
 
 def add_up(numbers: list[int]) -> tuple[list[str], str, int]:
-    """Steps "24+19=43", "43+5=48"; the expression "(24+19)+5"; its value."""
+    """Steps "14+19=33", "33+5=38"; the expression "(14+19)+5"; its value."""
     steps = []
     expression = str(numbers[0])
     value = numbers[0]
