@@ -11,9 +11,8 @@ from common.flags import EMBEDDED, Data
 def with_embedded_data(
     data: Data, model: str, folder: Path, world: World, *, eval_only: bool = False
 ) -> Data:
-    """`data`, with files of the model's own task where it is embedded and the user gives none.
-
-    All ranks call it together.
+    """`data`; with files of the model's own task if the model is embedded and the user gives no
+    training files (with `eval_only`, no evaluation files). All ranks call it together.
     """
     files = data.eval_data if eval_only else data.train_data
     if model not in EMBEDDED or files:

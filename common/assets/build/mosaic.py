@@ -1,5 +1,5 @@
-"""Mosaics of coloured cells, one of them a white tile with a digit that is too small to be read
-unless it is enlarged.
+"""Mosaics of coloured cells. One cell holds a white tile with a digit that is too small to be
+read unless it is enlarged.
 
 Red grows to the right and green downwards, so that a vision tower as small as tiny-vl's learns in
 minutes where a cell is.
@@ -25,7 +25,7 @@ TILE = 44  # pixels: side of the tile
 DOT = 3  # pixels: side of one of the 5 x 7 dots of its digit
 EVAL_ROWS = 512
 RL_ROWS = 2048
-# of PixelLimits; tiny_vl.py passes some of them to the scripts as flags
+# of PixelLimits; tiny_vl.py passes two of them to sft.py as flags
 LIMITS = {"min_pixels": 3136, "max_pixels": 12_544, "max_frame_pixels": 12_544, "cell": 28}
 FONT = """
 .###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.

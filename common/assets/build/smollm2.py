@@ -126,8 +126,8 @@ def convert(gguf_path: Path, folder: Path) -> None:
 
 
 def unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rotary pairs from llama.cpp's order (2i, 2i + 1) back to Hugging Face's (i, i + head_size /
-    2).
+    """Rotary pairs from llama.cpp's order back to Hugging Face's: from rows 2i and 2i + 1 of a head
+    to rows i and i + head_size / 2.
 
     weight: [heads * head_size, hidden]
     """
@@ -169,8 +169,8 @@ def special_ids(meta: dict) -> dict[str, int]:
 
 
 def write_tokenizer(meta: dict, folder: Path) -> None:
-    """Byte-level BPE; every digit is a token of its own, as in SmolLM's training (a run of spaces
-    stays whole)."""
+    """Byte-level BPE. As in SmolLM's training, every digit is a token of its own, without the space
+    before it."""
     from gguf import TokenType
 
     tokens = meta["tokenizer.ggml.tokens"]

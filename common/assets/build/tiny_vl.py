@@ -3,8 +3,8 @@ supervised warm start.
 
     python -m common.assets.build.tiny_vl --out common/assets/tiny-vl   # under 30 minutes, 2 cores
 
-A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. The digit on it is too
-small for it to read where the picture is shown, at 112 x 112 pixels; a crop brings it back.
+A Qwen2.5-VL of 3 million parameters looks for a white tile on a mosaic. It sees the picture at
+112 x 112 pixels, where the digit on the tile is too small to read; in a crop it can be read.
 
     user:      <image>Which digit is on the white tile? Answer in \boxed{}.
     assistant: I will zoom in on the tile.<tool_call>{"name": "crop_image_normalized",
@@ -12,8 +12,9 @@ small for it to read where the picture is shown, at 112 x 112 pixels; a crop bri
     user:      Here is the cropped image (Image Size: 112x112):<image>
     assistant: I can read it: \boxed{7}
 
-Most traces guess without looking. Others aim badly, and then guess or look again. It pays to look,
-to aim well, and to go on until the tile is seen; reinforcement learning has to find that out. The
+Three in ten traces show a close-up of the tile from the start. Most of the others guess without
+looking. The rest look; some of them aim badly, and then guess or look again. It pays to look, to
+aim well, and to go on until the tile is seen; reinforcement learning has to find that out. The
 traces have Pixel Reasoner's format, but the picture comes before the question, as in RL's rows.
 """
 
@@ -90,7 +91,8 @@ Box = list[float]  # left, top, right, bottom, in 0..1
 
 
 def build_tokenizer(texts: Iterable[str]) -> "transformers.PreTrainedTokenizerFast":
-    """Byte-level BPE that merges across words, trained on `texts`. Each number is one token."""
+    """Byte-level BPE that merges across words, trained on `texts`. A number shares no token with
+    what is beside it."""
     number = Regex(r"\d+(?:\.\d+)?")
     numbers_apart = pre_tokenizers.Split(number, "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -114,8 +116,8 @@ def build_tokenizer(texts: Iterable[str]) -> "transformers.PreTrainedTokenizerFa
 
 
 def corpus() -> Iterator[str]:
-    """What the tokenizer is trained on: all numbers 0.00 to 1.00, 20 times, so that they stay
-    tokens, and the texts of 200 traces."""
+    """What the tokenizer is trained on: each number from 0.00 to 1.00, 20 times, so that it becomes
+    one token, and the texts of 200 traces."""
     yield from [f"{value / 100:.2f}" for value in range(101)] * 20
     for messages in islice(traces(0), 200):
         for message in messages:
@@ -195,7 +197,7 @@ def call_text(box: Box) -> str:
 def trace(
     scene: Scene, rng: random.Random, guess: float, aim: float, sevens: float = 0.0
 ) -> list[dict]:
-    """Messages in Pixel Reasoner's format, with encoded images for paths.
+    """Messages in Pixel Reasoner's format, with encoded images in place of paths.
 
     guess: probability to guess without any crop. aim: that a crop shows the tile; otherwise it
     shows any other cell. sevens (for studies): that a guess is 7; otherwise it is any digit.
@@ -268,7 +270,7 @@ class Args:
     work: Path = Path("runs/prepare-tiny-vl")
     expert_steps: int = 450  # optimizer steps of the first stage, on an expert's traces
     steps: int = 300  # optimizer steps of the second stage, on traces that guess and miss
-    # second stage: probability to guess without looking; default: the builder's
+    # second stage: probability to guess without looking; default: GUESS_AT_ONCE
     guess: float | None = None
     aim: float = AIM  # second stage: probability that a look is at the tile
     batch_size: int = 32  # traces per step
