@@ -30,8 +30,8 @@ COLORS = ("#2b6cb0", "#dd6b20")  # of a panel's metrics, in order
 
 
 def read_metrics(path: Path, warn: bool = False) -> list[dict]:
-    """The records of steps, in order; torn lines are left out, and so is what a run had written
-    before it went back and repeated steps. With `warn` it prints how many lines were torn."""
+    """The records of steps, in order. Torn lines are left out; with `warn` it prints how many.
+    Where a run went back to an earlier step, what it had written from there on is left out."""
     if not Path(path).is_file():  # a device or a pipe never ends
         return []
     steps: dict[int, dict] = {}
@@ -40,7 +40,7 @@ def read_metrics(path: Path, warn: bool = False) -> list[dict]:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
-                step = min(int(record["step"]), 2**53)
+                step = min(int(record["step"]), 2**53)  # `points_of` makes floats of them
             except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 if line.strip():  # not blank: half written
                     torn_lines.append(str(number))

@@ -20,7 +20,7 @@ SPACES = str.maketrans({"\t": "    ", "\r": None})
 
 
 def to_text(value, limit: int = MAX_TEXT) -> str:
-    """A text, shortened; of anything else its JSON."""
+    """A text, shortened; a float with five digits; of anything else its JSON."""
     try:
         if isinstance(value, float):
             text = f"{value:.5g}"
@@ -57,7 +57,7 @@ TEMPLATES.filters["g"] = "{:g}".format
 
 
 def render(template: str, **values) -> str:
-    """A page; its nonce allows the scripts of this folder alone to run in it."""
+    """A page. With `nonce` a template can allow the scripts of this folder alone to run in it."""
     return TEMPLATES.get_template(template).render(values, nonce=secrets.token_hex(16))
 
 

@@ -187,7 +187,7 @@ def segments_of(row: dict, calls: list[dict], num_media: int, tokenizer) -> list
     num_in_prompt = num_media - sum(call["media"] for call in calls)
     prompt = {"role": "prompt", "text": row["prompt"], "media": list(range(num_in_prompt))}
     segments = [prompt]
-    next_picture = num_in_prompt
+    next_medium = num_in_prompt
     divergences = row.get("divergences")
     media_of_turn = {call["turn"]: call["media"] for call in calls}
     turn = -1
@@ -204,8 +204,8 @@ def segments_of(row: dict, calls: list[dict], num_media: int, tokenizer) -> list
             segments.append(segment)
         else:
             num_new = media_of_turn.get(turn, 0)  # a function of --environment makes no call
-            indices = list(range(next_picture, next_picture + num_new))
-            next_picture += num_new
+            indices = list(range(next_medium, next_medium + num_new))
+            next_medium += num_new
             segments.append({"role": "observation", "text": text, "media": indices})
         start = end
     return segments

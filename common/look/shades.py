@@ -52,8 +52,8 @@ def shaded_spans(ids: list[int], divergences: list[float], tokenizer, max_text: 
 
 
 def whole_characters(ids: list[int], tokenizer) -> list[tuple[int, int]]:
-    """(start, end) of the tokens one by one; of those that share a character, as tokens of single
-    bytes do, together."""
+    """(start, end) of each token, or of several that share a character, as tokens of single bytes
+    do."""
     is_part: dict[int, bool] = {}
     for token in set(ids):
         is_part[token] = BROKEN in tokenizer.decode([token])
@@ -70,7 +70,7 @@ def whole_characters(ids: list[int], tokenizer) -> list[tuple[int, int]]:
 
 
 def is_whole(ids: list[int], tokenizer) -> bool:
-    """Whether tokens end with a character. A long run, which is no text, is not decoded for it."""
+    """Whether tokens make whole characters. A long run is no text: False, without decoding it."""
     return len(ids) <= MAX_CHARACTER_TOKENS and BROKEN not in tokenizer.decode(ids)
 
 
@@ -106,7 +106,7 @@ def shorten_spans(spans: list[Span], max_text: int) -> list[Span]:
 
 
 def mean_divergence(divergences: list[float] | None, loss_mask: list[int]) -> float | None:
-    """Over the sampled tokens, which alone have one; None without any."""
+    """Over the sampled tokens; other tokens have 0. None without divergences or sampled tokens."""
     num_sampled = sum(loss_mask)
     if not divergences or num_sampled == 0:
         return None

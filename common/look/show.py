@@ -135,7 +135,7 @@ def type_in_brackets(value: object) -> str:
 
 
 def as_given(record: dict, tokenizer) -> Prompt:
-    """A row's prompt as the chat template gets it, without --tools; pictures are their marks."""
+    """A row's prompt as the chat template gets it, without --tools; marks stand for pictures."""
     prompt = clean_prompt(record["prompt"])
     if not isinstance(prompt, str):
         prompt = with_control_tokens_spaced(prompt, spacing(tokenizer))
@@ -157,7 +157,8 @@ def in_verl_columns(table: pa.Table, path: Path) -> pa.Table:
 
 
 def tokenizer_of(model: str, template_args: dict[str, Any] | None = None):
-    """The tokenizer of a model by name or folder. Weights are not downloaded."""
+    """The tokenizer of a model by name or folder. Weights are not downloaded, except those of
+    smollm2, which are in one file with its tokenizer."""
     if model in EMBEDDED or model == "smollm2":
         model = resolve_model(model)
     elif not Path(model).is_dir():
