@@ -62,7 +62,7 @@ def installed_version(package: str) -> str | None:
 
 def project_version() -> str | None:
     """Version in the pyproject.toml beside common/; without that file, as after `pip install .`,
-    the version of the installed package. None if neither has one."""
+    the version of the installed package. None if there is none."""
     path = Path(__file__).parents[1] / "pyproject.toml"
     if not path.is_file():
         return installed_version("minimal-rl")
@@ -71,7 +71,7 @@ def project_version() -> str | None:
 
 def git_commit() -> str | None:
     """Commit of the checkout that this file is in, with "-dirty" if tracked files are changed; None
-    outside of one."""
+    if git cannot tell, as outside of a checkout."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     folder = Path(__file__).parent
     try:
@@ -84,8 +84,8 @@ def git_commit() -> str | None:
 
 
 def changed_flags(run_dir: Path, args: dict) -> dict[str, list]:
-    """{flag: [value at the first start, value now]} of those that differ from
-    run_dir/config.json."""
+    """{flag: [value at the first start, value now]} of the flags that differ from
+    run_dir/config.json; {} if that cannot be read."""
     path = run_dir / "config.json"
     if not path.is_file():  # we would wait for a pipe
         return {}

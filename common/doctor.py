@@ -204,8 +204,8 @@ def last_line(output: str) -> str:
 
 
 def anonymous(text: str) -> str:
-    """The text without addresses, without the names of this host and user, and with the last part
-    of each path alone."""
+    """The text without IPv4 addresses, URLs, and the names of this host and user, and with the last
+    part of each path alone."""
     home = os.path.expanduser("~")
     if home != "/":
         text = re.sub(rf"{re.escape(home)}(?!\w)", "~", text)

@@ -21,7 +21,7 @@ from common.trackers import Trackers
 
 class Logger:
     """Writes a run's steps to the console, to metrics.jsonl, and to trackers if they work. Nothing
-    that fails here ends or delays the run. On ranks other than 0 every method does nothing."""
+    that fails here ends the run. On ranks other than 0 every method does nothing."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class StatusLine:
 
 
 def cells_of(metrics: dict[str, float]) -> dict[str, str]:
-    """{metric: its cell}. If there was no update, the reason stands in place of the gradient
-    norm."""
+    """{metric: its cell}. If updates were skipped, or there was no gradient, that stands in place
+    of the gradient norm."""
     cells = {}
     for name, (label, width, spec) in ALL_COLUMNS.items():
         if name in metrics:
@@ -200,7 +200,8 @@ def is_untrained(metrics: dict[str, float]) -> bool:
 def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints) -> Logger:
     """Open the logger of a run, and record and print what is due when training begins: config.json
     of a new run, the event of a resumed one, micro-batches that were made smaller, a warning if the
-    disk is too small. Curves are drawn at the end. args: of the script."""
+    disk is too small, a note if no checkpoint is due. Curves are drawn at the end. args: of the
+    script."""
     is_main = job.world.is_main
     config = flat(args)
     config["micro_batch_tokens"] = job.micro_batch_tokens

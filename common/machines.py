@@ -61,7 +61,7 @@ def facts_of_machine(model: str) -> dict[str, str]:
     with user_errors():  # a file of the model that only its owner may read
         for name, file in files.items():
             if name in code and file.is_file():
-                # whole: of so small a file `fingerprint` would read the same bytes many times
+                # whole: the samples of `fingerprint` would overlap in so small a file
                 num_bytes, sha = digest(file)
                 facts[name] = f"{num_bytes} bytes, {sha[:12]}"
             elif file.is_file():
@@ -121,7 +121,7 @@ def lock_everywhere(output_dir: Path, world: World) -> None:
     if world.is_main:
         with user_errors(f"--output-dir {output_dir}"):
             refuse_links(output_dir)
-            WrittenFiles(output_dir / "model").check()
+            WrittenFiles(output_dir / "model").check()  # before training, not at its export
         new_folders = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
         at_end.callback(remove_empty, new_folders)  # of a run that is refused
         lock = lock_folder(output_dir, lost=keep_lock)

@@ -30,7 +30,8 @@ def guard_output() -> None:
 
 
 def write_printable(write: Callable[[str], object], text: str) -> int:
-    """Write a text as `printable`, but for a carriage return at its start: a progress bar's."""
+    """Write a text as `printable` returns it, but keep a carriage return at its start: progress
+    bars begin their lines with one."""
     start = "\r" if text.startswith("\r") else ""
     with suppress(OSError, ValueError):  # ValueError: the stream is closed
         write(start + printable(text.removeprefix(start)))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
-INTERVAL = 15.0  # seconds from any line of this file to the next one of `Progress`, at least
+INTERVAL = 15.0  # seconds from `last_print` to the next line of `Progress`, at least
 ROOT = f"{Path(__file__).parents[1]}/"
 SILENCE = 20.0  # seconds without a line, at most
 
@@ -24,7 +24,7 @@ class Progress:
     """
 
     loops: ClassVar[dict[str, "Progress"]] = {}  # under way, the outermost first
-    last_print: ClassVar[float] = time.monotonic()  # when the last line was printed
+    last_print: ClassVar[float] = time.monotonic()  # when this file or `Logger` last printed
 
     def __init__(self, label: str, items: Iterable | int, first: float = INTERVAL):
         self.label = label
@@ -51,7 +51,7 @@ class Progress:
         due = max(loops[0].start + loops[0].first, Progress.last_print + INTERVAL)
         if os.environ.get("RANK", "0") != "0" or now < due:
             return
-        share = 0.0  # of all loops that is done
+        share = 0.0  # how much is done, of all loops together
         for loop in reversed(loops):
             share = (loop.done + share) / max(len(loop.items), 1)
         if share >= 1:

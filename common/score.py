@@ -63,7 +63,7 @@ class Response:
 
 
 def score_file(flags: Scoring) -> None:
-    """Print the table, and write a row for each response; with --keep, the rows that are kept.
+    """Print the table, and write a row for each response; with --keep also the rows that are kept.
 
     ValueError, OSError or SystemExit if something is wrong with the files or the flags.
     """

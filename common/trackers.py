@@ -1,4 +1,5 @@
-"""TensorBoard, wandb, trackio and SwanLab, all optional: none may end or delay a run."""
+"""TensorBoard, wandb, trackio and SwanLab, all optional: none may end a run, or hold it up for
+long."""
 
 import os
 import threading
@@ -15,7 +16,7 @@ from common.files import full_disk_is_a_warning, jsonable, replace_file
 from common.flags import tracker_names
 
 PROJECT = "minimal-rl"
-TRACKER_SECONDS = 15  # a tracker that has not answered by then is dropped
+TRACKER_SECONDS = 15  # a tracker that takes longer to answer is dropped
 
 
 class Tracker(Protocol):
@@ -74,7 +75,7 @@ class Trackio:
     def __init__(self, run_dir: Path, options: dict, online: bool):
         import trackio
 
-        # a folder that has metrics goes on; another one of the same name does not
+        # a resumed run goes on; a new one does not join an older one whose folder had its name
         resume = "allow" if (run_dir / "metrics.jsonl").is_file() else "never"
         self.run = trackio.init(
             PROJECT, options["name"], config=options["config"], resume=resume, embed=False
@@ -156,8 +157,8 @@ class Trackers:
 
 
 def start_tracker(name: str, run_dir: Path, config: dict) -> tuple[Tracker | None, str]:
-    """(the tracker, "") or (None, why it does not start). Without a server wandb and SwanLab start
-    offline, with a warning."""
+    """(the tracker, "") or (None, why it does not start). If wandb or SwanLab cannot start
+    online, they start offline, with a warning."""
     options = {
         "name": run_dir.resolve().name,
         "id": kept_id(run_dir),
@@ -186,7 +187,7 @@ def start_tracker(name: str, run_dir: Path, config: dict) -> tuple[Tracker | Non
 
 def kept_id(run_dir: Path) -> str | None:
     """The id of the run in wandb and SwanLab, which a resumed run finds in its folder; None if it
-    cannot be written."""
+    cannot be written or read."""
     path = run_dir / "tracker_id"
     with full_disk_is_a_warning(path):
         if not path.is_file():
