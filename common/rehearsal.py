@@ -59,7 +59,7 @@ class Rehearsal:
         teacher: nn.Module | None = None,
     ):
         """rollout: how many prompts and responses a step has, and how long they may be. optimizers:
-        of all models that share the memory. teacher: a frozen one that takes part.
+        of all models that are trained. teacher: a frozen model that takes part.
         """
         self.world = job.world
         self.mesh = job.mesh
@@ -80,7 +80,7 @@ class Rehearsal:
         """Around the backward of a minibatch, whose gradients are dropped. All ranks call it
         together.
 
-        If memory runs out, on all ranks, the next attempt has half the tokens in a micro-batch.
+        If memory runs out on all ranks, the next attempt has half the tokens in a micro-batch.
         SystemExit if it runs out on some ranks alone, and if one trajectory is too much.
         """
         release_memory()  # now: during the last attempt an exception held its tensors
@@ -113,10 +113,10 @@ class Rehearsal:
         # without shared prompts each response has one of its own
         group_size = self.rollout.samples_per_prompt if share_prompts else 1
         num_prompts = math.ceil(self.rollout.prompts_per_step / self.world.size)
-        num_left = num_prompts * self.rollout.samples_per_prompt  # episodes of a step
+        num_left = num_prompts * self.rollout.samples_per_prompt  # this rank's episodes of a step
         episodes: list[Episode] = []
         for _ in range(2):
-            # what is left of a group begins anew with its prompt, as in a pack
+            # what is left of a group gets its prompt once more, as in a pack
             first_prompt = episodes[-1].prompt_index + 1 if episodes else 0
             batch_episodes = longest_episodes(
                 self.rollout,
@@ -197,7 +197,8 @@ def outcomes_of_ranks(outcome: str, world: World) -> set[str]:
 
     They come through the store: a rank may hang in a collective that another one, out of memory,
     does not enter. The one that is out of memory waits PATIENCE_S for the outcomes of the others;
-    one that is missing then is "no answer".
+    one that is missing then is "no answer". A rank that fits has completed its collectives, so no
+    other hangs in one: it waits for all outcomes.
     """
     if world.size == 1:
         return {outcome}

@@ -57,7 +57,7 @@ class Row:
     # the row's columns, for `reset` of its environment; None: it has none
     environment: dict | None = None
     messages: Prompt = ""  # from which the chat template made prompt_ids
-    problem: str = ""  # why a picture could not be read; prompt_ids are empty then
+    problem: str = ""  # why it cannot be used now, as when a picture is gone; no prompt_ids then
 
     @property
     def truth(self) -> str:
@@ -78,11 +78,11 @@ class Episode:
     prompt_index: int
     sample_index: int  # which of the prompt's samples
     prompt_ids: list[int]
-    # all that follows the prompt: sampled tokens and, with tools, observations
+    # all that follows the prompt: sampled tokens and, between turns, observations
     response_ids: list[int]
     # 1 = sampled by the policy (the end-of-turn token too), 0 = observation or template
     loss_mask: list[int]
-    logprobs: list[float]  # the engine's, at the sampling temperature; 0.0 where loss_mask is 0
+    logprobs: list[float]  # the engine's, at the sampling temperature; 0.0 if it sampled no token
     finish_reason: str = ""  # one of FINISH_REASONS
     # of the reward function: "score", and what else it returns
     rewards: dict[str, float | str] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Episode:
     turns: int = 0  # sampled so far
     # of tools: {turn, name, arguments, text, error, info, media: number of pictures in the reply}
     calls: list[dict] = field(default_factory=list)
-    # with tools: the turns and what answered them, as a chat
+    # if something answers the policy: the turns that it ended and the answers, as a chat
     messages: list[dict] = field(default_factory=list)
     opening: str = ""  # text of an environment's `reset`, at the end of the prompt
     # of an environment that is a class, for the whole trajectory
@@ -154,7 +154,7 @@ FINISH_REASONS = {
     "vision_token": "the policy sampled a vision placeholder: the trajectory ends before it",
     "tool_failed": "no fault of the policy (trusted tool, environment, no worker): not trained on",
     "data": "the data set's response, of --response-column: nothing was sampled",
-    "unreadable": "a picture of the prompt could not be read: nothing was sampled, not trained on",
+    "unreadable": "a picture of the prompt, or of the teacher's, could not be read: not trained on",
 }
 
 
@@ -168,12 +168,12 @@ def by_prompt(episodes: list[Episode]) -> dict[int, list[Episode]]:
 @dataclass(frozen=True)
 class Sampling:
     """How to sample. Training needs the plain distribution, softmax(logits / temperature): no flag
-    offers another."""
+    gives it another."""
 
     n: int = 1  # completions per prompt
     max_tokens: int = 256
     temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # below 1 in evaluation only
 
 
 @dataclass(slots=True)

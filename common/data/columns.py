@@ -19,7 +19,8 @@ def column_value(record: dict, column: str) -> object:
 
 
 def check_column(files: RowFiles, column: str) -> None:
-    """ValueError if a file lacks the column. A line of JSON is checked when its row is read."""
+    """ValueError if a file lacks the column and, for EXTRA.NAME, the column EXTRA too. A line of
+    JSON is checked when its row is read."""
     for path, table in zip(files.paths, files.tables):
         names = table.column_names
         if JSON_LINE not in names and not {column, first_part(column)} & set(names):
@@ -29,7 +30,7 @@ def check_column(files: RowFiles, column: str) -> None:
 
 
 def text_problems(files: RowFiles, column: str) -> dict[int, str]:
-    """Row index -> what is wrong, of the rows that have no text in the column."""
+    """Row index -> what is wrong, of the rows that have no usable text in the column."""
     problems: dict[int, str] = {}
     for index, record in enumerate(files.records((column, first_part(column)))):
         if isinstance(record, str):

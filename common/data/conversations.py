@@ -159,8 +159,9 @@ class Conversations:
     """Rows of .parquet, .jsonl and .json files (a list of rows), kept in Arrow until they are used.
 
     Files, rows and pictures that cannot be used raise a ValueError here, at start-up, with file,
-    row and reason; with bad_rows="drop" such rows are left out. With a `world` all ranks call this,
-    and the first rank of each machine scans the rows for the others.
+    row and reason (FileNotFoundError for a missing file); with bad_rows="drop" such rows are left
+    out. With a `world` all ranks call this, and the first rank of each machine scans the rows for
+    the others.
     """
 
     def __init__(
@@ -459,7 +460,8 @@ def check_prompt(messages: list[dict], flat: str) -> None:
 
 
 def check_texts(messages: list[dict], flat: str) -> None:
-    """BadRow if the template leaves out a message's text. flat: the text without white space."""
+    """BadRow if the template leaves out the text of a message without pictures. flat: the rendering
+    without white space."""
     place = 0  # searched in order: a message's text may also be part of an earlier one
     for message in messages:
         if num_pictures(message):

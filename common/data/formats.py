@@ -62,8 +62,8 @@ def read_conversation(
 ) -> Conversation:
     """A row of any known format. BadRow with the reason if it cannot be used.
 
-    Of Pixel Reasoner's messages only the last and the one two before it are trained on, if they are
-    the assistant's: earlier calls were wrong on purpose, and carry no flag.
+    Of Pixel Reasoner's messages only the last and the one two before it are trained on by default,
+    if they are the assistant's: earlier calls were wrong on purpose, and carry no flag.
 
     is_native: whether the chat template offers and calls tools in a way of its own, not as Hermes.
     system_text: the template's, for a row that has none. Both are called only for rows with tools
@@ -92,7 +92,7 @@ def read_conversation(
 def take_train_flag(message: dict, default: bool) -> bool:
     """Whether a message is trained on: by its own flag, which is removed, or else the default.
 
-    The flag is `train`, `loss` (AgentInstruct, xtuner) or `weight` (OpenAI).
+    The flag is `train`, `loss` (AgentInstruct, xtuner) or `weight` (OpenAI; only 0 has an effect).
     """
     train = message.pop("train", None)
     loss = message.pop("loss", None)
@@ -173,7 +173,7 @@ def from_marks(
 
 
 def raw_messages(record: Mapping) -> list[dict]:
-    """The messages as the row has them, whatever its format. BadRow if it has none."""
+    """The messages as the row has them, in any format but message_list. BadRow if it has none."""
     question = record.get("question")
     answer = record.get("answer")
     prompt = record.get("prompt")

@@ -29,7 +29,8 @@ Picture = tuple[str, list]  # "image" or "video", and its frames as a row holds 
 
 
 def picture_sources(record: Mapping, text: str) -> list[Picture]:
-    """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ.
+    """A row's pictures in the order of their marks in its prompt. BadRow if their numbers differ;
+    in a row without pictures the marks are text.
 
     text: of the prompt. A row of PyVision has one picture, as `image`, or as a path in `mm_hint`.
     The hint counts only if the prompt has a mark for it; else `for_interpreter` gives it to a tool.
@@ -158,7 +159,7 @@ def media_file(item: object, root: Path | None, *, beside: Path | None = None) -
 
 
 def find_media(name: str, root: Path | None, beside: Path | None) -> str:
-    """The path of a row's picture: `beside` its data file, else under the `root`.
+    """The path of a row's picture: in `beside`, the folder of its data file, else under `root`.
 
     Without a `root` the second place is the current folder. With a `root`, a path must not lead out
     of its folder, be it by "..", through a link, or as an absolute path. BadRow for one that does,

@@ -243,7 +243,7 @@ class Native(ToolProtocol):
 
     def __init__(self, tokenizer, schemas: Iterable[dict], calls: dict):
         super().__init__(tokenizer)
-        self.skipped_ids = set()
+        self.skipped_ids = set()  # a format may need any special token, such as <|eom_id|>
         self.schemas = list(schemas)
         # a template must have an anchor, which is sought only in the prefix: that is empty here
         self.template = {"start_anchor": "\0", "fields": {"tool_calls": calls, "content": {}}}

@@ -50,8 +50,8 @@ def clean_prompt(prompt: Prompt) -> Prompt:
 
 
 def parse_call_arguments(message: dict) -> dict:
-    """Make objects of the arguments of tool_calls, in place; OpenAI writes them as JSON text. What
-    is empty goes. Returns the message."""
+    """Make objects of the arguments of tool_calls, in place; OpenAI writes them as JSON text. Empty
+    calls and thoughts are removed. Returns the message."""
     # templates ask whether these are defined: an empty one would have a place in the text
     for key in ("tool_calls", "reasoning_content", "thinking"):
         if key in message and not message[key]:
@@ -64,7 +64,7 @@ def parse_call_arguments(message: dict) -> dict:
 
 
 def parsed(text: str, column: str) -> Any:
-    """A column's JSON. BadRow if it is none."""
+    """The value of a column's JSON text. BadRow if the text is no JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -132,7 +132,8 @@ def to_messages(
 
 
 def apply_template(prompts: list[Prompt], tokenizer) -> list[str]:
-    """The text of each prompt. Rendering them together takes half the time of one by one.
+    """The text of each prompt. They are rendered together, in half the time, if no chat needs
+    options of its own.
 
     Tools that the template itself offers are in a chat's first message, as "tools".
     """
@@ -155,9 +156,9 @@ def apply_template(prompts: list[Prompt], tokenizer) -> list[str]:
 
 
 def end_of_text(text: str, flat: str, start: int = 0) -> int:
-    """Where a message's text ends in a rendering; -1 if the template has left it out.
+    """Where a message's text ends in `flat`; -1 if the template has left it out.
 
-    flat: the rendering without white space, which templates trim. start: where to begin in it.
+    flat: a rendering without white space, which templates trim. start: where to begin in it.
     The text may be quoted, as Llama-3's template quotes the replies of tools.
     """
     ends = []
@@ -313,11 +314,12 @@ def _after_last_turn(tokenizer, chat_template: str, eos_token: str | None) -> st
 
 
 def end_of_turn(tokenizer) -> str:
-    """The token that the chat template puts after an assistant turn, if it is a special one.
+    """The added token that the chat template puts after an assistant turn; without one the end
+    token.
 
-    Else the end token. They differ in base models: Qwen2.5's end token is <|endoftext|>, its
-    template ends turns with <|im_end|>. A policy trained to end its turns with one token and
-    stopped at the other never stops.
+    They differ in base models: Qwen2.5's end token is <|endoftext|>, its template ends turns with
+    <|im_end|>. A policy trained to end its turns with one token and stopped at the other never
+    stops.
     """
     tail = after_last_turn(tokenizer).lstrip()
     for token in sorted(tokenizer.get_added_vocab(), key=len, reverse=True):

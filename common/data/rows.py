@@ -48,7 +48,7 @@ NO_ROWS = {  # the beginning of a file that was saved instead of rows -> what it
     b"<!doctype html": "a web page: download the file that it shows",
     b"<html": "a web page: download the file that it shows",
 }
-PREPARED = ("countdown", "geo3k", "gsm8k", "math")  # the docs let these programs write data/NAME
+PREPARED = ("countdown", "geo3k", "gsm8k", "math")  # the docs have these programs write data/NAME
 MAX_DEPTH = 32  # of nesting in a row of JSON: pickling, printing and rendering it recurse
 
 
@@ -315,7 +315,7 @@ def json_rows(
     The metadata are LINES if each row is a line; None if the text is a list of rows, or an object
     with such a list as "data". named_as_lines: whether the name of the file says that rows are
     lines; then an object in one line is a row. ValueError for a list that is broken, and for an
-    object that has its rows elsewhere.
+    object that `rows_within` refuses.
     """
     lines = lines_of(content)
     if len(lines) > 1 and is_json(lines[0]):
@@ -341,7 +341,8 @@ def json_rows(
 
 
 def rows_within(value: dict, is_one_line: bool) -> list | None:
-    """The rows of an object that is a whole file; None if it looks like the only row."""
+    """The rows of an object that is a whole file; None if it looks like the only row: one line
+    without a list of rows. ValueError if it is neither."""
     keys_of_rows = [key for key in ROW_LISTS if is_list_of_objects(value.get(key))]
     if keys_of_rows == ["data"]:
         return value["data"]

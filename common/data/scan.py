@@ -153,8 +153,8 @@ class Lengths:
         self.words: dict[str, int] = {}  # word -> its number of tokens
 
     def above(self, texts: dict[int, tuple[str, int]], limit: int) -> dict[int, str]:
-        """Row -> "123 tokens", or that they cannot be counted, of the texts that have more than
-        `limit`.
+        """Row -> "123 tokens" for each text that has more than `limit`, or why they cannot be
+        counted.
 
         texts: row -> (text, number of tokens to add to those of the text).
         """

@@ -32,7 +32,7 @@ FETCH = (
 def find_files(name: str, flag: str) -> list[Path]:
     """The file of that name, or those that a pattern matches.
 
-    Another name is returned as it is: it may be an id of the hub. ValueError for an address, and
+    Any other name is returned as it is: it may be an id of the hub. ValueError for an address, and
     for a pattern that matches several kinds of files; FileNotFoundError for one that matches none.
     Both name the `flag`.
     """
@@ -112,7 +112,7 @@ def sources_in(folder: Path) -> list[Path]:
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether it has verl's columns; a damaged file has not."""
+    """Whether it is a parquet file with verl's columns; a damaged one is not."""
     if kind_of(path) == ".parquet":
         with suppress(OSError, ValueError):
             return {"data_source", "prompt"} <= set(pq.read_schema(path).names)

@@ -46,8 +46,9 @@ class RewrittenTurns(Exception):
 def read_samples(
     messages: list[dict], train: list[bool], tokenizer, max_tokens: int
 ) -> tuple[list[Sample], bool]:
-    """The texts of a conversation to train on, and whether it is split: whether each turn of
-    `train` has a text of its own. BadRow if a turn is not what follows its prompt."""
+    """The texts of a conversation to train on, and whether it is split: whether each turn that
+    `train` marks has a text of its own. BadRow if a turn does not follow its prompt, and for too
+    many turns."""
     try:
         return [read_turns(messages, tokenizer, max_tokens)], False
     except RewrittenTurns:
@@ -70,8 +71,8 @@ def template_of(messages: list[dict], tokenizer) -> partial:
 def read_turns(messages: list[dict], tokenizer, max_tokens: int) -> Sample:
     """The text of a conversation up to the end of the assistant's last turn, with all its turns.
 
-    If there are very many, those after the cut at `max_tokens` are left out. RewrittenTurns if the
-    template changes earlier turns.
+    If there are more than MAX_TURNS, those after the cut at `max_tokens` are left out; BadRow if
+    that leaves too many. RewrittenTurns if the template changes earlier turns.
     """
     indices = turn_indices(messages)
     template = template_of(messages, tokenizer)
@@ -101,9 +102,9 @@ def read_turns(messages: list[dict], tokenizer, max_tokens: int) -> Sample:
 
 
 def read_last_turn(messages: list[dict], tokenizer) -> Sample:
-    """The text of messages that end with a turn, and this turn alone: the prompt as an engine reads
-    it, and behind it what the template shows of the turn. BadRow if the two do not fit together.
-    """
+    """Messages that end with a turn, as a sample of this turn alone. Its text is the prompt as an
+    engine reads it, followed by what the template shows of the turn. BadRow if the two do not fit
+    together."""
     template = template_of(messages, tokenizer)
     prompt = template(messages[:-1], add_generation_prompt=True)
     text = template(messages)
@@ -146,7 +147,7 @@ def start_of_last_turn(messages: list[dict], prompt: str, text: str, tokenizer) 
     header, _, _ = prompt[len(history) :].partition(THOUGHTS_OPEN)
     other_text = template([*messages[:-1], {"role": "assistant", "content": PROBE}])
     shared = text[: num_shared(text, other_text)]  # up to the turn's own words
-    if not header:  # the generation prompt is <think> alone
+    if not header:  # the generation prompt is empty, or begins with <think>
         return len(shared)
     place = shared.rfind(header)
     if place >= 0:
@@ -161,7 +162,8 @@ def beginnings(text: str) -> tuple[str, ...]:
 
 
 def thoughts_of(message: dict) -> str:
-    """What a turn begins with behind <think>, up to </think>. BadRow if it has no thoughts."""
+    """The thoughts of a turn, from behind <think> to the </think> that ends them. BadRow if it has
+    none."""
     if message.get("reasoning_content"):
         thoughts = str(message["reasoning_content"]).strip()
         return f"{thoughts}\n{THOUGHTS_CLOSE}\n\n"
@@ -212,7 +214,7 @@ def ids_and_mask_without_offsets(
     """`ids_and_mask` for a tokenizer that gives no offsets.
 
     A span begins at the first token that differs between the whole text and the text before the
-    span.
+    span; it ends at the first that differs from the text up to its end.
     """
     ids = encode(tokenizer, text)
     mask = [0] * len(ids)

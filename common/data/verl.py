@@ -39,7 +39,7 @@ def to_verl(
 ) -> pa.Table:
     """The table of a file in verl's columns; one in Pixel Reasoner's is converted.
 
-    needs_truth: whether a ground truth is required. ValueError if it has the columns of neither.
+    needs_truth: whether a ground truth is required. ValueError for a file in neither's columns.
     """
     columns = table.column_names
     if columns == [JSON_LINE]:
@@ -76,7 +76,8 @@ def truth_of(record: dict) -> object:
 
 
 def is_messages(text: str) -> bool:
-    """Whether a text is a list of messages, or one message, as JSON or as Python prints it."""
+    """Whether a text is a message, a list of messages, or {"messages": [...]}, as JSON or as Python
+    prints it."""
     if not text.lstrip().startswith(("[", "{")) or "role" not in text:
         return False
     for read in (json.loads, ast.literal_eval):
@@ -99,7 +100,7 @@ def is_list_of_messages(value: object) -> bool:
 def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
     """Why this record cannot be used, in a few words; None if it can."""
     if isinstance(record, str):
-        return record
+        return record  # why the row cannot be read
     prompt = record.get("prompt")
     reward_model = record.get("reward_model")
     if not isinstance(record.get("data_source"), str):
@@ -132,7 +133,7 @@ def row_problem(record: dict | str, needs_truth: bool = True) -> str | None:
 
 
 def tools_kwargs(record: Mapping) -> dict:
-    """A row's keyword arguments for tools, by their names.
+    """A row's keyword arguments for tools as verl writes them: {name: {"create_kwargs": {...}}}.
 
     They are `extra_info.tools_kwargs`, or else PyVision's picture or video.
     """
@@ -148,8 +149,8 @@ def tools_kwargs(record: Mapping) -> dict:
 def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
     """The tools that a row offers, with the row's own keyword arguments: {name: kwargs}.
 
-    These are verl's columns: the `agent_name` "single_turn_agent" offers none, else those named in
-    `extra_info.tools_kwargs` are on offer, else all. BadRow for a name that is not in `tools`.
+    With the `agent_name` "single_turn_agent" it offers none; else those that its `tools_kwargs`
+    name, or all if they name none. BadRow for a name that is not in `tools`.
     """
     if record.get("agent_name") == "single_turn_agent":
         return {}

@@ -4,8 +4,8 @@ r"""Rows of Pixel Reasoner's data for reinforcement learning and evaluation, in 
     is_video (or null)
 
 A row's data_source is visual_qa/BENCHMARK: the part of its qid before the first "-", or the name of
-the file if there is no "-". The paths of a video are its frames. The guideline that the policy was
-trained with is appended to the question.
+the file if there is no "-". The paths of a video are its frames. A guideline is appended to the
+question: WITH_TOOLS or WITHOUT_TOOLS.
 """
 
 import filecmp
@@ -47,12 +47,12 @@ SCHEMA = pa.schema(
 def to_verl(table: pa.Table, path: Path, media_root: Path | None, with_tools: bool) -> pa.Table:
     """The table of a file in verl's columns, row by row.
 
-    A row without a question, or whose pictures are no paths, has no prompt then; one without an
-    answer has no ground truth. These are bad rows later.
+    A row without a question, or whose pictures are no paths, has no prompt then, and is a bad row
+    later. One without an answer has no ground truth.
     """
     if table.column_names == [JSON_LINE]:
         return lines_to_verl(table, path, media_root, with_tools)
-    columns = COLUMNS | {"is_video"} & set(table.column_names)
+    columns = COLUMNS | ({"is_video"} & set(table.column_names))
     rows = table.select(sorted(columns)).to_pylist()
     prefix = path_prefix(rows, path, media_root)
     converted = [convert(row, stem_of(path), prefix, with_tools) for row in rows]
@@ -78,7 +78,7 @@ def lines_to_verl(
 
 
 def convert(record: Mapping, stem: str, prefix: str, with_tools: bool) -> dict:
-    """A row in verl's columns. stem: of its file's name. prefix: what its paths lack."""
+    """A row in verl's columns. stem: of its file's name. prefix: what `path_prefix` returns."""
     question = cell_text(record["question"])
     qid = cell_text(record["qid"])
     benchmark = qid.partition("-")[0] if "-" in qid else stem
