@@ -4,8 +4,8 @@
     python -m common.prepare.countdown --out data/countdown --source countdown_tasks_3to4.parquet
 
 Generated rows are solvable by construction: the target is the value of a random expression over the
-numbers. Test problems never occur in train, whatever the order of their numbers. The same seed and
-sizes give the same files.
+numbers. Test problems never occur in train, whatever the order of their numbers. The same flags
+give the same files.
 """
 
 import random
@@ -202,7 +202,7 @@ def render(tree) -> str:
 
 def read_published(source: str) -> list[Problem]:
     """The rows, in order, of files like Jiayi-Pan/Countdown-Tasks-3to4 (target: int64, nums:
-    list<int64>), or of its snapshot."""
+    list<int64>), or of a folder that holds its snapshot."""
     paths = source
     if Path(source).is_dir():
         paths = split_files(source, "train", "--source")

@@ -57,7 +57,7 @@ def main(args: Args) -> None:
 
 
 def download() -> Path:
-    """Folder of the hub's parquet files (or of its local cache)."""
+    """The folder of the hub's parquet files, in its local cache."""
     with downloading(REPOSITORY, "give --source FOLDER with its parquet files"):
         return Path(snapshot_download(REPOSITORY, repo_type="dataset", allow_patterns="*.parquet"))
 
@@ -89,7 +89,7 @@ def read_split(source: str, split: str) -> list[dict]:
 
 
 def to_row(record: dict, split: str, index: int) -> dict:
-    """verl's row. ValueError with the reason if text, answer or images do not fit."""
+    """verl's row. Raises with the reason if the problem, its answer or its images are unusable."""
     problem = record["problem"] or ""
     answer = record["answer"]
     images = record["images"] or []

@@ -112,7 +112,7 @@ def to_table(rows: list[dict[str, str]], split: str) -> pa.Table:
 
 
 def final_answer(answer: str) -> str:
-    """ "… #### 1,234" -> "1234". ValueError if there is no number after ####, or more than one."""
+    """ "… #### 1,234" -> "1234". ValueError unless the text ends with #### and one number."""
     match = FINAL_ANSWER.search(answer)
     if match is None:
         raise ValueError(f"no final answer after #### in {answer!r}")

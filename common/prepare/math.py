@@ -121,8 +121,8 @@ def read_files(source: str) -> Iterator[tuple[str, dict | str]]:
 
 
 def source_files(source: str) -> list[Path]:
-    """The files that --source names; for a folder those in it, else those in its data/.
-    FileNotFoundError if there are none."""
+    """The files that --source names; for a folder those in it, or if it has none those in its
+    data/. FileNotFoundError if there are none."""
     paths = []
     for name in split_paths(source):
         for path in find_files(name, "--source"):
@@ -166,9 +166,9 @@ def to_row(record: dict, data_source: str) -> dict:
 
 
 def read_record(record: dict) -> tuple[str, str, str]:
-    """(question, ground truth, the published solution, or else the answer). ValueError with the
-    reason if one is missing."""
-    # NaN is what pandas writes for an empty cell; as an answer it is refused as it stands
+    """(question, ground truth, text of `read_solution`). ValueError with the reason if one of them
+    is missing or unusable."""
+    # NaN is what pandas writes for an empty cell; that of an answer stays, and is refused below
     record = {
         key.lower(): value
         for key, value in record.items()

@@ -99,11 +99,11 @@ def download(repository: str, folder: Path) -> None:
 
 
 def unzip(archive: Path) -> int:
-    """Unpack the files that are missing beside the archive, and return their number. A killed run
-    leaves no half file.
+    """Unpack what is missing in the archive's folder, and return the number of files. A killed run
+    leaves no half file under its name.
 
-    SystemExit for a file that exists with other content: the pictures of two data sets would be
-    exchanged.
+    SystemExit for a file that exists with other content, as the pictures of two data sets would be
+    mixed up; and for one that would lie outside of the folder.
     """
     count = 0
     with zipfile.ZipFile(archive) as files:
@@ -152,8 +152,8 @@ def media_of(files: RowFiles) -> list[list[str]]:
 
 
 def read_paths(files: RowFiles) -> Iterator[list[str]]:
-    """The paths of each row: those of its column image, or else those of the items in its
-    message_list, as in release.json, images before the frames of videos."""
+    """The paths of each row: those of its column image, or without one those in its message_list
+    (as in release.json), images before the frames of videos."""
     for record in files.records(("image", "message_list")):
         if isinstance(record, str):
             raise ValueError(record)
@@ -174,7 +174,7 @@ def read_paths(files: RowFiles) -> Iterator[list[str]]:
 
 
 def checked(paths: list) -> list[str]:
-    """The paths. TypeError for a picture that is given otherwise."""
+    """The paths as they are. TypeError if one of them is no text."""
     for path in paths:
         if not isinstance(path, str):
             raise TypeError(f"the picture {path!r:.40} is no path")

@@ -9,7 +9,7 @@
 
 The package is optional: pip install reasoning-gym==0.1.25. It has about a hundred tasks, each with
 a generator and a scorer of its own, and levels of difficulty. A question of test is not in train.
-Rows have the answer in extra_info, so sft.py takes them, too.
+An answer that is a text stands in extra_info, too, so that sft.py takes its row.
 """
 
 import json
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 NUM_CHECKED = 20  # problems of each level whose answers are scored
-NUM_EXAMPLES = 32  # problems of each level that are examples, and no rows
+# problems of each level from which --examples are chosen; they are no rows
+NUM_EXAMPLES = 32
 SCHEMA = pa.schema(
     {
         "data_source": pa.string(),
@@ -63,7 +64,7 @@ class Args:
     levels: tuple[int, ...] = ()
     config: str = "{}"  # settings of the generator as JSON, in place of --levels
     # the package's system prompt of that name: chain_of_draft, default, direct, simple …; or none.
-    # Default: default, with --examples none
+    # Without this flag it is the one named default, or none if there are --examples
     prompt: str | None = None
     # solved problems in front of each question, as turns that a small model imitates: their answers
     # are <answer>…</answer> and nothing else
@@ -100,7 +101,7 @@ def main(args: Args) -> None:
         test += source.rows(share(args.test_size, place, len(sources)), questions, is_test=True)
     for place, source in enumerate(sources):
         train += source.rows(share(args.train_size, place, len(sources)), questions, is_test=False)
-    random.Random(args.seed).shuffle(train)  # levels alternate
+    random.Random(args.seed).shuffle(train)  # so that the levels are mixed
     tables = {}
     for split, rows in (("train", train), ("test", test)):
         for index, row in enumerate(rows):
@@ -133,7 +134,8 @@ def num_levels(package: ModuleType, task: str) -> int:
 
 
 def check_task(package: ModuleType, args: Args) -> None:
-    """ValueError for a task, level or prompt that the package does not have."""
+    """ValueError for a task, level or prompt that the package does not have, and for a level named
+    twice."""
     if args.task not in package.factory.DATASETS:
         raise ValueError(f"--task {args.task}: no such task; --list names them")
     if args.levels and not package.factory.has_curriculum(args.task):
@@ -267,8 +269,8 @@ class Source:
         )
 
     def rows(self, count: int, questions: set[str], is_test: bool) -> list[dict]:
-        """So many rows whose question is not in `questions`, to which test adds its own. ValueError
-        if there are too few."""
+        """`count` rows whose question is not in `questions`; those of test are added to it.
+        ValueError if there are too few."""
         rows = []
         progress = Progress("rows", count)
         while len(rows) < count:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from common.files import hub_errors, replace_file
 
-ROWS_PER_WRITE = 32  # few, as a picture of 8K has 10 MB
+ROWS_PER_WRITE = 32  # few, as a picture in 8K resolution takes 10 MB
 
 
 def write_splits(out: Path, tables: dict[str, pa.Table]) -> None:

@@ -245,9 +245,9 @@ class RewardWorkers(Pool):
     def try_out(
         self, function_spec: str, row, environment_info: Mapping = MappingProxyType({})
     ) -> None:
-        """Score a row with its truth as the response, and if that fails, an empty response.
-        ValueError if both fail. environment_info: the rewards of an environment, under the names
-        that `scoring_job` gives them."""
+        """Score a row with its truth as the response, and if that fails, with an empty response.
+        ValueError if both fail; a score of None, which TRL allows, is no failure. environment_info:
+        the rewards of an environment, under the names that `scoring_job` gives them."""
         texts = {"its truth as the response": row.truth, "an empty response": ""}
         failures = ""
         for label, text in texts.items():
@@ -380,8 +380,8 @@ async def await_score(
 def score_episodes(
     episodes: list[Episode], rows: Mapping[int, Row], workers: RewardWorkers, tokenizer
 ) -> None:
-    """Fill `rewards` of each episode from the text that the policy sampled; rows: prompt index ->
-    Row.
+    """Fill `rewards` of each episode from the text that the policy sampled, or from its
+    environment's reward, if it has one and the user gives no function. rows: prompt index -> Row.
 
     extra_info["last_turn"] is the last turn, extra_info["trajectory"] the whole response, with what
     tools returned. If scoring fails (an exception, a timeout, a dead worker, a score that is not

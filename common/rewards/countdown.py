@@ -109,8 +109,8 @@ def last_line_answer(text: str) -> str | None:
 
 
 def evaluate(text: str, numbers: list[int], mode: str) -> Fraction | complex | None:
-    """Value of the expression; None if it is malformed, too long, or does not use `numbers` exactly
-    once each."""
+    """Value of the expression; None if it is malformed, has no value or exceeds a bound, or does
+    not use `numbers` exactly once each."""
     if len(text) > MAX_CHARACTERS or not CHARACTERS.fullmatch(text):
         return None
     # 1.5 uses 1 and 5, as in TinyZero
@@ -128,7 +128,7 @@ def evaluate(text: str, numbers: list[int], mode: str) -> Fraction | complex | N
 
 def compute(node: ast.expr, line: str, mode: str, depth: int = 1) -> Fraction | complex:
     """Value of a node of the tree of `line`. ValueError unless it is a number or an operation of
-    the mode.
+    the mode, and not nested too deeply.
 
     depth: 1, plus one for each sign around the node, and for each power in whose exponent it is.
     """

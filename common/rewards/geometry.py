@@ -19,8 +19,8 @@ def score_geo3k(solution_str: str, ground_truth: str) -> dict:
     r"""{"score": 0.9 acc + 0.1 format, "acc": whether it is right, "format": 0 | 1, "pred": answer
     or ""}.
 
-    The answer is the content of the last complete \boxed{…}. "pred" is its short form, and of a
-    right one the ground truth's spelling by `normalize`, so that votes agree.
+    The answer is the content of the last complete \boxed{…}. "pred" is its short form, or if the
+    answer is right, the ground truth's spelling by `normalize`, so that votes agree.
     """
     truth = normalized_truth(ground_truth)
     answer = last_boxed(solution_str) or ""

@@ -126,7 +126,7 @@ def score_boxed(solution_str: str, ground_truth: str) -> dict:
     r"""{"score": 0 | 1, "pred": normalised answer or ""} of one response to a MATH-style problem.
 
     The answer is the content of the last complete \boxed{…} anywhere in the response. "pred" of a
-    right one is the ground truth, so that votes agree.
+    right one is the normalised ground truth, so that votes agree.
     """
     truth = normalized_truth(ground_truth)
     answer = last_boxed(solution_str) or ""
@@ -139,9 +139,10 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
     trains on AIME.
 
     The answer is on the line of the last `Answer:` in the last 300 characters, or on the next if
-    that line ends there: the last box, or else what follows the last `=`, and of that the first
-    $...$, if there is one; of these, too, what follows the last `=`. It is right by its spelling or
-    as a number; formulas are not computed.
+    that line ends there. It is the last box; without a box, the $...$ around the line's last `=`,
+    or the first one behind it; without either, all that follows (from the line's start if it has no
+    `=`). Of an answer that has a `=` itself, only what follows its last one counts. It is right by
+    its spelling or as a number; formulas are not computed.
     """
     truth = normalized_truth(ground_truth)
     tail = solution_str[-TAIL:]

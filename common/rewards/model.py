@@ -35,8 +35,8 @@ def unreadable(path: str, error: Exception) -> SystemExit:
 
 
 class RewardModel:
-    """The model of a folder. SystemExit if it has several outputs, or if its tokenizer has neither
-    an end nor a padding token."""
+    """The model of a folder. SystemExit as from `check_reward_model`, if it has several outputs, or
+    if its tokenizer has neither a padding nor a start nor an end token."""
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device):
         check_reward_model(path)

@@ -5,7 +5,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 
-COMPLETIONS = {"completions", "completion_ids"}  # one of them is named by any such function
+COMPLETIONS = {"completions", "completion_ids"}  # a function with TRL's signature names one of them
 TRAINER_ARGUMENTS = {"trainer_state", "environments"}  # only TRL's trainer has them
 NOT_APPLICABLE = "not applicable"  # in the error of a response whose score is None
 
@@ -18,9 +18,9 @@ def has_trl_signature(function: Callable) -> bool:
 def with_verl_signature(function: Callable) -> Callable:
     """The function as one of verl's, for one response; an `async def` stays one.
 
-    extra_info has the columns of the row, and besides `prompt` and, in training, `completion_ids`.
-    Returns a dict of the "score" and what the function logs by log_metric and log_extra. ValueError
-    if the function wants an argument that is not there, or does not return one score; if it returns
+    extra_info has the columns of the row, `prompt` and, in training, `completion_ids`. Returns a
+    dict of the "score" and what the function logs by log_metric and log_extra. ValueError if the
+    function wants an argument that is not there, or does not return one score; if that score is
     None, the error contains NOT_APPLICABLE.
     """
 
@@ -45,9 +45,9 @@ def with_verl_signature(function: Callable) -> Callable:
 
 
 def arguments_of(function: Callable, text: str, columns: Mapping, logged: dict) -> dict:
-    """The keyword arguments of a call: each column as a list of one value, the completion as
-    messages if the prompt is a list of them, else as a text. What the function logs goes to
-    `logged`. ValueError if it wants more than that."""
+    """The keyword arguments of a call: the columns and the completion, each in a list of one, and
+    log_metric and log_extra, which write to `logged`. The completion is a list of messages if the
+    prompt is one, else a text. ValueError if the function wants more than that."""
 
     def log_metric(name: str, value: float) -> None:
         logged[name] = value

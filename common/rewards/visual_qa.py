@@ -3,7 +3,7 @@ answers.
 
 The released scorer raises if there is no box, which ends the run; gives -1 for what it cannot
 parse, which shifts the advantages; looks for upper-case options in lower-cased text, so that `B.
-blue` is never B; and takes any text in which the parts of "a, b" occur for that list. Here the
+blue` is never B; and accepts as the list "a, b" any text in which both a and b occur. Here the
 right answer is 1, anything else 0; `says_same` and `same_formula` define what is right.
 
 Linear time and no exception, whatever the response; answers that no response could match are an
@@ -57,7 +57,8 @@ def unboxed(answer: str) -> str:
 
 # --- one spelling ---
 
-# LaTeX of lower-case text as a reader sees it, formulas apart: (pattern, replacement) in order
+# turn LaTeX in lower case, but for its formulas, into what a reader sees: (pattern, replacement),
+# applied in this order
 READABLE = [
     (r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})", "°"),
     (r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", r"\1"),
@@ -89,8 +90,8 @@ def readable(answer: str) -> str:
 
 
 def plain(answer: str) -> str:
-    """The readable answer without quotes, punctuation or brackets around it, and with digits for
-    zero to twelve."""
+    """The readable answer without the word "option", without quotes, punctuation or brackets around
+    it, and with digits for zero to twelve."""
     text = readable(answer)
     core = OPTION_WORD.sub("", trimmed(text))
     in_brackets = IN_BRACKETS.fullmatch(core)
@@ -154,8 +155,8 @@ def symbols_differ(answer: str, truth: str) -> bool:
 def same_plain(answer: str, truth: str) -> bool:
     """Whether two `plain` answers say the same, by the kind of the truth.
 
-    An option, A to K: by its letter; if both have the option's text, that too; by the text alone if
-    the truth has one. A list, with commas: the same items in any order, no other ones; (3, 4) is no
+    An option, A to K: by its letter, and by its text if both have one; an answer without a letter
+    by the text alone. A list, with commas: the same items in any order, no other ones; (3, 4) is no
     list. A number: by value, and by unit if both have one: 12% is 12 and not 0.12, 5 cm is 5 and
     not 5 kg. Else the same words, but for a, an and the.
     """
@@ -297,7 +298,7 @@ def wording(text: str) -> str:
     return SPACE_IN_BRACKETS.sub("", text)
 
 
-# a text with one of these is a formula; 18-24 is none, which would equal 19-25
+# a text with one of these is a formula; 18-24 is none: it would equal 19-25
 FORMULA = re.compile(r"\\frac|\\sqrt|\\pi|[√π^]|[\w)}]\s*[+*]\s*[\w({\\]")
 
 

@@ -70,8 +70,8 @@ def is_equal(answer: str, truth: str, with_formulas: bool = True) -> bool:
 
 
 def same(answer: str, truth: str, depth: int) -> bool:
-    """Of two typeset texts. depth: how many collections may still be opened; 0 compares no formulas
-    either."""
+    """Whether two typeset texts are equal. depth: how many collections may still be opened; at 0
+    only spellings and numbers are compared."""
     if not answer or not truth:
         return False
     if is_option(answer) or is_option(truth):
@@ -102,8 +102,9 @@ def same(answer: str, truth: str, depth: int) -> bool:
 
 
 def same_parts(answer: str, truth: str, depth: int) -> bool:
-    """Of two texts that are no relations: part by part if they have parts, else by value."""
-    if labels_differ(answer, truth):  # of x = 1, 2 and y = 1, 2
+    """Whether two texts that are no relations are equal: part by part if they have parts, else by
+    value."""
+    if labels_differ(answer, truth):  # x = 1, 2 is no y = 1, 2
         return False
     kind, items = collection(answer)
     true_kind, true_items = collection(truth)
@@ -117,7 +118,8 @@ def same_parts(answer: str, truth: str, depth: int) -> bool:
 
 
 def same_option(answer: str, truth: str, depth: int) -> bool:
-    """By the letter, and by the text behind it if both have one; C alone is the option C."""
+    """Whether two texts, of which one is an option, are the same one: by the letter, and by the
+    text behind it if both have one. C alone is the option C."""
     letter, content = option(answer)
     true_letter, true_content = option(truth)
     letter = letter or without_braces(answer)
@@ -171,20 +173,21 @@ INVERSE = r"[A-Z]\}?\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})"
 MATRIX_PRODUCT = re.compile(rf"{INVERSE}\s*\{{?[A-Z]|[A-Z]\}}?\s*\{{?{INVERSE}")
 # 2 \times 3
 MATRIX_SIZE = re.compile(r"\s*(?:[0-9]+|[a-z])\s*\\times\s*(?:[0-9]+|[a-z])\s*")
-# matrices in their order; not the letters of words and commands
+# the matrices in their order; a command such as \Gamma is none
 CAPITALS = re.compile(r"(?<![\\a-zA-Z])[A-Z]|(?<=[A-Z])[A-Z]")
 # (AB)^{-1}
 INVERSE_OF_PRODUCT = re.compile(r"\)\s*\^\s*(?:T|\\top|\{\s*(?:-\s*1|T|\\top)\s*\})")
 SPELLED_ONLY = (RATIO, OTHER_BASE, DERIVATIVE, NTH_DERIVATIVE)
 MORE_THAN_LETTERS = re.compile(r"[0-9+\-*/^!|()\[\]\\']")
+# a word beside another one, a letter or a number
 WORD = re.compile(
     r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}(?=\s+[a-zA-Z0-9])|(?<=[a-zA-Z0-9]\s)[a-zA-Z]{3,})"
 )
 
 
 def same_formula(answer: str, truth: str) -> bool:
-    """By value; words, ratios, times, derivatives and numbers in other bases have only their
-    spelling."""
+    """Whether two formulas have the same value. Words, ratios, times, derivatives and numbers in
+    other bases are not computed: `same_leaf` has compared their spelling."""
     answer_core, unit, true_core, true_unit = split_units(answer, truth)
     if not units_agree(unit, true_unit):
         return False
@@ -224,8 +227,8 @@ def is_rounded(text: str, decimal: str, min_digits: int = 6) -> bool:
 
 
 def formula(text: str) -> str:
-    """As formulas.py reads it: without \\text around a letter, the commas of a large number, and
-    degrees, but for those in \\sin and the like; a letter with a subscript or a prime is bare."""
+    """A text as formulas.py reads it: without \\text around a letter, the commas of a large number,
+    the degrees of a text without \\sin or the like, and braces around a letter before _ or '."""
     text = re.sub(r"\\text\{\s*([A-Za-z])\s*\}", r"{\1}", text)
     if not TRIGONOMETRIC.search(text):
         text = text.replace("°", " ")
@@ -238,8 +241,8 @@ def formula(text: str) -> str:
 
 
 def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
-    """Side by side, also when turned around, or as intervals; what has one sign also by a constant
-    factor."""
+    """Whether two relations are equal as intervals, or side by side, also when one is turned
+    around; or, if each has one sign, up to a constant factor."""
     sides, signs = answer
     true_sides, true_signs = truth
     interval = interval_of(answer)
@@ -268,8 +271,8 @@ def same_relation(answer: Relation, truth: Relation, depth: int) -> bool:
 
 
 def same_as_relation(text: str, relation: Relation, other: str, depth: int) -> bool:
-    """x = 5 is 5, 2 + 3 = 5 is 5, 2 < x < 5 is (2, 5), x in [0, 1] is [0, 1]; \\sqrt{2} \\approx
-    1.41 is either."""
+    """Whether the relation of a text says what another text does: x = 5 is 5, 2 + 3 = 5 is 5, 2 < x
+    < 5 is (2, 5), x in [0, 1] is [0, 1]; \\sqrt{2} \\approx 1.41 is either side."""
     sides, signs = relation
     if signs[-1] == "\\approx" and is_rounded(sides[-2], short_form(sides[-1]), min_digits=1):
         return any(same(side, other, depth - 1) for side in sides[-2:])
@@ -306,7 +309,8 @@ def is_result(result: Relation, truth: str, depth: int) -> bool:
 def same_collection(
     kind: str, items: list[str], true_kind: str, true_items: list[str], depth: int
 ) -> bool:
-    """In any order for lists, sets and unions; (1, 2) is 1, 2 in this order, and no \\{1, 2\\}."""
+    """Whether two collections have the same items, for lists, sets, unions and intersections in any
+    order; (1, 2) is 1, 2 in this order, and no \\{1, 2\\}."""
     kinds = {kind or "list", true_kind or "list"}
     labelled = by_letter(items)
     true_labelled = by_letter(true_items)
@@ -345,13 +349,13 @@ def by_letter(items: list[str]) -> list[str]:
 
 
 def same_in_order(items: list[str], true_items: list[str], depth: int) -> bool:
-    """Of two lists of one length."""
+    """Whether two lists of one length are equal, item by item."""
     return all(same(item, true_item, depth - 1) for item, true_item in zip(items, true_items))
 
 
 def same_items(items: list[str], true_items: list[str], depth: int) -> bool:
-    """In any order. Of those that are spelled differently all pairs are compared, if they are
-    few."""
+    """Whether two lists have equal items in any order. Of items that are spelled differently all
+    pairs are compared; if there are more than MAX_UNMATCHED, the lists count as different."""
     if len(items) != len(true_items):
         return False
     rest = list(items)

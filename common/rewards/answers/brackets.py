@@ -24,7 +24,7 @@ def split_brackets(text: str) -> tuple[str, str, str]:
 
 
 def split_outside(text: str, pattern: re.Pattern, at_most: int | None = None) -> list[str]:
-    """The parts between the first `at_most` matches that stand outside of all brackets."""
+    """The parts between the matches outside of all brackets, or between the first `at_most`."""
     parts: list[str] = []
     start = 0
     for match in outside(text, pattern)[:at_most]:

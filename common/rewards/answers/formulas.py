@@ -74,7 +74,7 @@ TOKEN = re.compile(
     """.replace("ACCENTS", "|".join(ACCENTS.split())).replace("GREEK", "|".join(GREEK.split()))
 )
 
-# what sympy raises where it has no answer, Unreadable among them
+# what is raised where there is no answer: sympy's errors, and Unreadable, a ValueError
 NO_VERDICT = (
     ArithmeticError,
     AttributeError,
@@ -168,8 +168,8 @@ def is_multiple(a: "sympy.Expr", b: "sympy.Expr", direction: int) -> bool:
 
 
 def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> list[Point]:
-    """Points for comparing: integers where n! or n choose k occurs; also large numbers where
-    something is rounded, or where a formula such as |x + 3| is another one near 0."""
+    """Points for comparing: integers where n! or n choose k occurs, else fractions around 1; larger
+    or smaller ones, too, where a formula may have no value around 1, or be another one there."""
     from sympy import Abs, binomial, ceiling, factorial, floor
     from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction
 
@@ -181,7 +181,7 @@ def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> lis
     # |x + 3| is x + 3 near 0, and \arcsin(\sin x) is x
     if any(expression.has(Abs, InverseTrigonometricFunction) for expression in expressions):
         return fraction_points(symbols) + fraction_points(symbols, scale=1009)
-    # \sqrt{x^2 - 4} has a value far from 0 alone, \sqrt{x - x^2} between 0 and 1
+    # \sqrt{x^2 - 4} is real only far from 0, \sqrt{x - x^2} only between 0 and 1
     if any(map(has_domain, expressions)):
         small = fraction_points(symbols, scale=Fraction(1, 5))
         return fraction_points(symbols) + fraction_points(symbols, scale=101) + small
@@ -189,7 +189,7 @@ def points_for(symbols: list["sympy.Symbol"], *expressions: "sympy.Expr") -> lis
 
 
 def has_domain(expression: "sympy.Expr") -> bool:
-    """Whether there are roots or logarithms of symbols in an expression."""
+    """Whether an expression has a logarithm, or a power of symbols whose exponent is no integer."""
     from sympy import Pow, log
 
     powers = expression.atoms(Pow)
@@ -225,15 +225,15 @@ def integer_points(symbols: list["sympy.Symbol"]) -> list[Point]:
     two."""
     points: list[Point] = []
     falling = symbols[::-1]
-    # of several differences: 2! is 2, so that (n - k)! is n - k where they are 2
+    # in steps that differ: where n - k is 2, (n - k)! is n - k
     for order, first, step in ((symbols, 3, 2), (symbols, 6, 5), (falling, 4, 3), (falling, 7, 4)):
         points.append({symbol: Fraction(first + step * i) for i, symbol in enumerate(order)})
     return points
 
 
 def check_real(expression: "sympy.Expr") -> None:
-    r"""Unreadable if a number is complex: functions take and give real numbers here; \arcsin 2 is
-    complex."""
+    r"""Unreadable if a number has no real value: functions take and give real numbers here, but
+    \arcsin 2 is complex."""
     if expression.free_symbols:
         return
     try:
@@ -343,7 +343,7 @@ class Reader:
     def factors(self, of_function: bool = False) -> "sympy.Expr":
         r"""Factors side by side; in a/bc they are the denominator. 2\frac{1}{2} is 2.5.
 
-        of_function: whether they are the argument of a function, which ends before another one.
+        of_function: whether they are a function's argument, which ends before another function.
         """
         start = self.position
         latest_is_number = self.kind == "number"  # the latest factor begins with one: 2, 2^3, 2!

@@ -31,11 +31,11 @@ def collection(text: str) -> tuple[str, list[str]]:
     r"""(kind, items); ("", [text]) of what is no collection.
 
     kind: "list", "set", "union" or "intersection" of what has no order, brackets such as "(]" of
-    what has one, "matrix 2,2" (the lengths of its rows), "reals without" numbers in no known order,
-    "set-builder", "set of a set". What has \pm is a list of two.
+    what has one, "matrix 2,2" (the lengths of its rows; "vmatrix 2,2" with bars), "reals without"
+    numbers in no known order, "set-builder", "set of a set". What has \pm is a list of two.
     """
     match = MATRIX.fullmatch(text)
-    if match and not outside(text, SEPARATOR):  # with commas between them, several
+    if match and not outside(text, SEPARATOR):  # else several matrices, in a list
         lines = match[2].strip().removesuffix("\\\\").split("\\\\")
         rows = [line.split("&") for line in lines]
         bars = match[1] if match[1] in ("v", "V") else ""  # a determinant, or a norm
@@ -77,7 +77,8 @@ def collection(text: str) -> tuple[str, list[str]]:
 
 
 def exact_value(number: str) -> Fraction | None:
-    r"""The number that a text such as 3 or \sqrt{2} is; None for any other text."""
+    r"""The number that a text such as 3 or \sqrt{2} is, a root to 600 digits; None for any other
+    text."""
     value = rational(short_form(number))
     return real_value(number) if value is None else value
 
@@ -102,8 +103,8 @@ def set_of(inner: str) -> tuple[str, list[str]]:
 
 
 def solution_set(variable: str, condition: str) -> str:
-    r"""(-\infty, 1)\cup(2, \infty) of x and x < 1 \cup x > 2; "" of what are no inequalities of the
-    variable."""
+    r"""(-\infty, 1) \cup (2, \infty) of the variable x and the condition x < 1 \cup x > 2; "" of a
+    condition that is not made of inequalities of the variable."""
     intervals = []
     for part in split_outside(condition, UNION):
         relation = read_relation(part)

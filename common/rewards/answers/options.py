@@ -53,6 +53,6 @@ def same_options(answer: str, truth: str) -> bool:
     true_plain = without_braces(truth)
     if not SEVERAL.fullmatch(plain) or not SEVERAL.fullmatch(true_plain):
         return False
-    if plain.isalpha() and true_plain.isalpha():  # AC may be a line, and no CA
+    if plain.isalpha() and true_plain.isalpha():  # AC may be a vector, which is not CA
         return plain == true_plain
     return sorted(LETTER.findall(plain)) == sorted(LETTER.findall(true_plain))

@@ -55,8 +55,8 @@ class Relation(NamedTuple):
 
 
 def read_relation(text: str) -> Relation | None:
-    """None of a text without a relation outside of all brackets, and of a list, a union or an
-    intersection of several."""
+    """The sides and signs of a text; None if no sign stands outside of all brackets, of a list, and
+    of a union or an intersection of several relations."""
     signs = outside(text, RELATION_SIGN)
     if not signs or outside(text, SEPARATOR):
         return None
@@ -115,7 +115,7 @@ def has_prose(sides: list[str]) -> bool:
 
 
 def unlabelled(answer: str, truth: str) -> tuple[str, str]:
-    """Both without a label; as they are if these differ: x = 5 and y = 5 are not equal."""
+    """Both texts without their labels, or as they are if these differ: x = 5 is no y = 5."""
     if labels_differ(answer, truth):
         return answer, truth
     return without_label(answer), without_label(truth)
@@ -139,8 +139,8 @@ def label(text: str) -> str:
 
 
 def labels_differ(answer: str, truth: str) -> bool:
-    """Whether two labels of one kind differ, as x and y, f(1) and f(2), Area and Perimeter; y is
-    f(x), AB is BA."""
+    """Whether the labels of two texts are of one kind and differ, as x and y, f(1) and f(2), Area
+    and Perimeter; y is f(x), AB is BA."""
     name = label(answer)
     true_name = label(truth)
     if not name or not true_name:
@@ -179,8 +179,8 @@ def symbols_in(text: str) -> set[str]:
 
 
 def interval_of(relation: Relation) -> tuple[str, str] | None:
-    r"""("x", "(2, \infty)") of x > 2 and of 2 < x, a union of x \ne 2; None if no side is a
-    letter."""
+    r"""("x", "(2, \infty)") of x > 2 and of 2 < x; of x \ne 2 a union; None of what is no interval
+    of a letter."""
     sides, signs = relation
     if signs == ["\\ne"] and VARIABLE.fullmatch(sides[0]):
         return sides[0], reals_without(sides[1])

@@ -14,7 +14,7 @@ SCIENTIFIC = re.compile(  # without spaces: 4.5e-3, 4.5\times10^{-3}, 10^{33}
 FRACTION = re.compile(r"(-?)\\frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 MIXED = re.compile(r"(-?)([0-9]+)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 
-# of a typeset text without spaces
+# (pattern, replacement), applied in this order to a typeset text without spaces
 SHORT_FORMS = [
     (TEXT_COMMAND.pattern, r"\1"),
     (r"([_^])\{([0-9a-zA-Z+*-])\}", r"\1\2"),
@@ -27,8 +27,8 @@ SHORT_FORMS = [
 
 
 def short_form(text: str) -> str:
-    """A typeset text without spaces, but where two digits would meet, and after the commas of a
-    list of numbers."""
+    """A typeset text without spaces, except where two digits would meet, or where a list such as
+    1, 234 would become one number."""
     text = re.sub(r"\s+", " ", TEXT_COMMAND.sub(r"\1", text))
     short = re.sub("(?<![0-9]) | (?![0-9])", "", text)
     for pattern, replacement in SHORT_FORMS:
@@ -81,7 +81,8 @@ def spelling(text: str) -> str:
 
 
 def lower_case(match: re.Match) -> str:
-    """A word in lower case; but one or two letters, and three capitals, are symbols: A, Ab, ABC."""
+    """A word in lower case; but one or two letters, and three capitals, are symbols, as A, Ab and
+    ABC, unless they spell no, yes or odd."""
     word = match[0]
     lower = word.lower()
     if lower in ("no", "yes", "odd"):
@@ -93,7 +94,7 @@ def lower_case(match: re.Match) -> str:
 def rounds_to(value: Fraction, decimal: str, min_digits: int) -> bool:
     """Whether a decimal is the value rounded: MAWPS has 0.6666666667 for 2/3.
 
-    It needs `min_digits` digits behind the point, and as many without the zeros at its ends.
+    It needs `min_digits` digits behind the point, and as many in all but for zeros at its ends.
     """
     digits = decimal.partition(".")[2]
     significant = re.sub("[.,]", "", decimal).strip("-+0")

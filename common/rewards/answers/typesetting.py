@@ -115,7 +115,7 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
         r"([0-9]*)\.([0-9]*)\\dot\s*\{?\s*([0-9])\s*\}?(?:([0-9]*)\\dot\s*\{?\s*([0-9])\s*\}?)?",
         lambda m: repeating(m[1], m[2], m[3] + (m[4] or "") + (m[5] or "")),
     ),
-    # pi, infty and sqrt as typed without LaTeX; a root of all the digits that follow
+    # pi, infty, sqrt and sin as typed without LaTeX; \surd is a root of all the digits behind it
     (
         rf"(?<![\\a-zA-Z])(pi|infty|infinity){WORD_END}",
         lambda m: "\\pi " if m[1] == "pi" else "\\infty ",
@@ -152,12 +152,12 @@ TYPESETTING: list[tuple[str, str | Callable[[re.Match], str]]] = [
     # k \in Z, and in brackets behind a formula with k
     (rf"\\in\s*\{{?([NZQRC]){WORD_END}\}}?", r"\\in \\mathbb{\1}"),
     (r",?\s*\(\s*([a-z]\s*\\in(?![a-zA-Z])[^()]*)\)$", r", \1"),
-    # the product of vectors or sets
+    # the product of vectors or sets, which is not that of numbers
     (
         r"(\{[A-Za-z]\}|\\vec\s*\{?[A-Za-z]+\}?|(?<![A-Za-z])[A-Z])\s*\\times(?=\s*(?:\{[A-Za-z]\}|\\vec|[A-Z]))",
         r"\1\\cross ",
     ),
-    # degrees inside a formula; at the end of one they are a unit
+    # degrees: part of a formula, or at its end a unit
     (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", "°"),
     # a list in words; "5 or more" and "5 (or 6)" become no 5
     (r"\\text\{([^{}]*[a-z.])\s+(and|or)\s*\}", r"\\text{\1}\\text{\2}"),

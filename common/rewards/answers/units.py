@@ -109,7 +109,7 @@ mice:mouse geese:goose teeth:tooth potatoes:potato tomatoes:tomato
 IRREGULAR_PLURALS = dict(word.split(":") for word in IRREGULAR_WORDS.split())
 
 POWER = r"(?:\s*\^\s*(?:\{\s*-?[0-9]\s*\}|-?[0-9]))?"
-# of a unit: a word, a sign, or the letter below a fraction bar
+# of a unit: a word, a sign, or the letter behind a slash
 PIECE = re.compile(
     r"(?:\\text\{[^{}]*\}|(?<![\\A-Za-z])[A-Za-z][A-Za-z'-]+\.?|(?<=/)[A-Za-z]"
     rf"|°|\\%|\\\$|[€£¢₹元¥₩₽]){POWER}"
@@ -133,8 +133,8 @@ MEASURES = re.compile(rf"(?:{MEASURE.pattern}){{2,}}")
 
 
 def split_units(answer: str, truth: str) -> tuple[str, str, str, str]:
-    """(answer, its unit, truth, its unit). If only one of the two shows that a noun is a unit, the
-    noun counts as one in the other as well."""
+    """(answer, its unit, truth, its unit). If only one shows a unit, the other is read again with
+    this as its `other_unit`."""
     answer_core, unit = split_unit(answer)
     true_core, true_unit = split_unit(truth)
     if unit and not true_unit:
@@ -148,8 +148,8 @@ def split_unit(text: str, other_unit: str = "") -> tuple[str, str]:
     r"""Split a number and its unit: 5\text{ cm}^2 gives ("5", "centimetre^2"), 9 (apples) gives
     ("9", "apple"). Without a unit: (text, "").
 
-    other_unit: that of the other answer. A single letter that is neither upright nor in a rate, or
-    a noun that is no plural, counts as a unit only if it names this one.
+    other_unit: that of the other answer. A single letter that is neither upright nor in a rate
+    counts as a unit only if it names this one; for nouns see `noun_name`.
     """
     rest = text  # without a currency in front
     currency = ""
@@ -217,8 +217,8 @@ def unit_tails(text: str) -> list[tuple[int, str]]:
 
 
 def is_quantity(text: str, tail: str) -> bool:
-    """Whether `tail` may be the unit of a text: behind a number, or a formula with one. A unit of
-    several letters may also follow a command or a single letter."""
+    """Whether `tail` may be the unit of the text before it: a number, or a formula with one. A unit
+    of several letters may also follow a command or a single letter."""
     if not text or text[-1] in "^_/([{,+-*=<>":
         return False
     if tail.startswith("°") and TRIGONOMETRIC.search(text):  # \sin 30°
@@ -334,8 +334,8 @@ def singular(word: str) -> str:
 
 
 def units_agree(unit: str, other: str) -> bool:
-    """One may be missing. Of two nouns one may tell more: 9 apples are 9 (red apples), 5 pounds 5
-    pounds of sand."""
+    """Whether two units are the same; one may be missing. Of two nouns one may tell more: 9 apples
+    are 9 (red apples), 5 pounds are 5 pounds of sand."""
     if not unit or not other or unit == other:
         return True
     words = set(unit.split())

@@ -30,7 +30,7 @@ COUNTS = {"factorial": math.factorial, "binomial": math.comb}  # of integers up 
 MAX_COUNTED = 10_000
 MAX_POWER_BITS = 200_000  # of an exact power: at x = 101, x^{x^6} would fill the memory
 
-# what says that there is no value
+# the errors of an expression that has no value
 NO_VALUE = (ArithmeticError, TypeError, ValueError)
 
 
@@ -51,8 +51,8 @@ def agree(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> bool | None:
 
 
 def is_outside_domain(a: "sympy.Expr", b: "sympy.Expr", point: Point) -> bool:
-    r"""Whether two expressions without i do not both have real values at a point. \ln|x| is no
-    \ln x: if absolute values differ, so may domains."""
+    r"""Whether one of two expressions has a complex value at a point. False if they have i, or
+    differ in the number of absolute values: \ln|x| is no \ln x, and only their domains differ."""
     from sympy import Abs, I
 
     if a.has(I) or b.has(I) or a.count(Abs) != b.count(Abs):
@@ -90,7 +90,7 @@ def is_close(a: Value, b: Value) -> bool:
 
 
 def distance(a: Value, b: Value = Fraction(0)) -> mpmath.mpf:
-    """Absolute value of a - b."""
+    """Absolute value of a - b. ValueError if it is not finite."""
     size = abs(inexact(a) - inexact(b))
     if not mpmath.isfinite(size):
         raise ValueError("an infinite value")
@@ -104,7 +104,7 @@ def inexact(value: Value) -> mpmath.mpf | mpmath.mpc:
 
 
 def exact(value: Value) -> Fraction:
-    """ValueError unless it is a finite real number."""
+    """A value as a fraction. ValueError unless it is a finite real number."""
     if isinstance(value, Fraction):
         return value
     if isinstance(value, mpmath.mpc) or not mpmath.isfinite(value):
@@ -113,13 +113,14 @@ def exact(value: Value) -> Fraction:
 
 
 def value_of(number: "sympy.Expr") -> Value:
-    """Of an expression without symbols."""
+    """The value of an expression without symbols. Raises as `value_at` does."""
     with mpmath.workprec(PRECISION):
         return value_at(number, {})
 
 
 def value_at(expression: "sympy.Expr", point: Point) -> Value:
-    """Raises one of NO_VALUE where there is none, or for what is not known here."""
+    """The value at a point. Raises one of NO_VALUE where there is none, or for what is not known
+    here."""
     import sympy
 
     if expression.is_Rational:
@@ -161,7 +162,7 @@ def power(base: Value, exponent: Value) -> Value:
 
 
 def function_value(name: str, values: list[Value]) -> Value:
-    """Of a function by its name in sympy."""
+    """The value of a function, by its name in sympy, of the values of its arguments."""
     if name == "Abs":
         return abs(values[0])
     if name in ROUNDINGS:
