@@ -303,8 +303,8 @@ def describe(error: BaseException, name: str) -> str:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == name:
             lines.append(line)
-    # Without lines the block itself does not compile. With them the error may be from eval("1 +") in
-    # it, and `lineno` is that of another text.
+    # without lines the block itself does not compile; with them the error may come from eval("1 +")
+    # in it, and `lineno` is that of another text
     if isinstance(error, SyntaxError) and not lines and error.lineno:
         lines = [error.lineno]
     try:

@@ -70,7 +70,7 @@ class ToolPool:
         if self.pool:
             patience_s = 0.0 if replies else timeout_s
             for (key, name), reply in self.pool.poll(patience_s):
-                # a `Sandbox` returns a `ToolReply`; a `Worker`, and a failed start, its fields
+                # a `Sandbox` replies with a `ToolReply`; a `Worker`, or a failed start, with a dict
                 if isinstance(reply, dict):
                     reply = as_reply(reply, self.tools.get(name, NO_TOOL))
                 replies.append((key, reply))
