@@ -134,7 +134,7 @@ def maj_at_k(preds: list[str], scores: list[float]) -> float:
 
 def wilson_interval(p: float, n: int) -> tuple[float, float]:
     """95 % confidence interval (Wilson 1927) of a proportion p over n independent rows; unlike
-    p ± 1.96 s it stays within [0, 1]."""
+    p ± 1.96 standard errors it stays within [0, 1]."""
     if n == 0:
         return 0.0, 1.0
     z = 1.959964  # the 97.5 % quantile of the normal distribution

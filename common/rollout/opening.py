@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from common.rollout.trajectories import Turns
     from common.tools.pools import ToolPool
 
-MAX_TRIED_ROWS = 100  # rows searched for one whose truth a user's function scores first
+MAX_TRIED_ROWS = 100  # rows searched for one with a truth, to try out a user's function on
 
 
 def check_rollout(job: Job, rollout: Rollout) -> None:
