@@ -28,8 +28,8 @@ GRACE_S = 3  # seconds in which the first failure is printed, and torchrun sees 
 FOREVER_S = 1e8  # three years: faulthandler takes no infinite time
 INTERRUPTED = "interrupted"
 
-at_end = ExitStack()  # closed where the run ends, however it does
-# {"step": 3, "checkpoint": folder}, printed at Ctrl-C; at the end the "status", too
+at_end = ExitStack()  # closed by `leave`
+# {"step": 3, "checkpoint": folder}, printed if a signal ends the run; at the end the "status", too
 reached: dict[str, object] = {}
 _leaving = threading.Lock()
 _store: "Store | None" = None  # of the group, through a connection of its own
@@ -74,7 +74,8 @@ def listen() -> None:
 
 
 def first_failure() -> str:
-    """The line of the first rank that has failed; "" while there is none."""
+    """The line of the first rank that has failed; "" while there is none. If the store is gone, a
+    line that says so."""
     try:
         if _store and _store.check(["failed"]):
             return _store.get("failed").decode()
@@ -84,11 +85,12 @@ def first_failure() -> str:
 
 
 def fail(line: str, details: str = "") -> None:
-    """Report a failure to the other ranks and to the user. The first rank to fail prints `details`;
-    another one waits for that, and prints its line if it differs."""
+    """Report a failure to the other ranks and to the user. The first rank to fail prints `details`,
+    or else its line; another one waits for that, and prints its line if it differs. Nothing is
+    printed if the line is INTERRUPTED."""
     # half of a surrogate pair, as in a file name that is not UTF-8, cannot go through the store
     line = line.encode(errors="backslashreplace").decode()
-    # where there is no store that answers, the first rank of each machine prints
+    # without a store that answers, the first rank of each machine counts as the first to fail
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     # a stall's timer, if it ran out now, would cut the report off
     faulthandler.cancel_dump_traceback_later()
@@ -114,7 +116,8 @@ def fail(line: str, details: str = "") -> None:
 
 
 def print_failure(line: str, details: str = "") -> None:
-    """Print it, and leave the line to torchrun, which shows it at the end of its report."""
+    """Print the details, or else the line; leave the line to torchrun, which shows it at the end of
+    its report."""
     line = printable(line)
     print(printable(details) or line, file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

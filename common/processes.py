@@ -1,5 +1,5 @@
-"""Processes and processors: how many CPUs a rank has, and how the processes that it has started end
-with it."""
+"""Processes and processors: how many CPUs a rank has, how the processes that it has started end
+with it, and what it does with freed memory and open files."""
 
 import ctypes
 import os
@@ -104,7 +104,8 @@ def descendants(process: int) -> list[int]:
 def end_descendants(*, status_of: int) -> int:
     """Kill all descendants of this process, which must have adopted orphans, until none is left.
 
-    Returns the wait status of the child `status_of`, which may have ended before.
+    Returns the wait status of the child `status_of`, which may have ended already, but must not
+    have been reaped.
     """
     child_status = 0
     while True:
@@ -123,8 +124,8 @@ def end_descendants(*, status_of: int) -> int:
 
 
 def keep_freed_memory() -> None:
-    """On CPUs with glibc: keep the memory that tensors free for the next ones, in place of new
-    pages from the kernel.
+    """On CPUs with glibc: keep memory that tensors have freed, and give it to the next ones, in
+    place of new pages from the kernel.
 
     An update of SmolLM2 takes a tenth less time, and a tenth more memory
     (results/benchmarks/README.md, "The allocator").
@@ -136,7 +137,7 @@ def keep_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """With glibc: give the memory that `keep_freed_memory` has kept back to the kernel."""
+    """With glibc: return to the kernel the memory that `keep_freed_memory` has kept."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

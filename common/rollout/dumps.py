@@ -32,7 +32,7 @@ def dump_rollouts(
     """Write folder/step_NNNNNN.parquet: all episodes of all ranks. Returns its path.
 
     advantages: one for each of `trained`; for other episodes the file has null. The loss_mask is
-    that of `sampled`, also where --mask-truncated trains on a copy with another.
+    that of `sampled`, even where --mask-truncated trains on a copy with another mask.
     micro_batch_tokens: those of the update, whose last bits depend on them. Before this file each
     rank writes its pictures to step_NNNNNN.media_RANK.parquet: {hash, bytes}.
     """
@@ -119,8 +119,8 @@ def read_dump(path: Path, columns: list[str] | None = None) -> list[dict]:
 
 
 def replayed_micro_batch_tokens(path: Path | None) -> int | None:
-    """The micro_batch_tokens of the update whose dump is at `path`; None without a dump, or if it
-    does not have them. SystemExit if they are no positive integer."""
+    """The micro_batch_tokens of the update whose dump is at `path`; None if there is no path, or if
+    the dump does not have them. SystemExit if they are no positive integer."""
     if path is None:
         return None
     first_row = read_dump(path, ["step", "ranks", "micro_batch_tokens"])[0]

@@ -19,7 +19,7 @@ from common.types import Episode, Row
 # what `score_episodes` adds for an environment that answers
 TURN_ACCURACIES = ("first_turn_accuracy", "last_turn_accuracy")
 PICTURE_COLUMNS = {"image", "images", "videos"}
-# of a row without a truth
+# the columns of `verdict` for a row without a truth
 NO_VERDICT = {
     "score": None,
     "correct": None,
@@ -134,7 +134,7 @@ def maj_at_k(preds: list[str], scores: list[float]) -> float:
 
 def wilson_interval(p: float, n: int) -> tuple[float, float]:
     """95 % confidence interval (Wilson 1927) of a proportion p over n independent rows; unlike
-    p ± 1.96 s it stays within [0, 1]."""
+    p ± 1.96 standard errors it stays within [0, 1]."""
     if n == 0:
         return 0.0, 1.0
     z = 1.959964  # the 97.5 % quantile of the normal distribution
@@ -181,7 +181,8 @@ def summarize(samples: list[dict]) -> dict[str, float]:
 
 
 def add_mean(metrics: dict, name: str, samples: list[dict], column: str, kind: type) -> None:
-    """The mean of a column over the samples in which it has a value of this kind, if any do."""
+    """Add the mean of a column over the samples in which it has a value of this kind, if there are
+    any."""
     values = [sample[column] for sample in samples if isinstance(sample.get(column), kind)]
     if values:
         metrics[name] = fmean(values)
@@ -292,7 +293,8 @@ def report(
 
 
 def columns_of_record(record: dict) -> dict:
-    """The columns of a row without its pictures, and without those that tools get."""
+    """The columns of a row, without its pictures, and without its `tools_kwargs`, which may hold
+    some."""
     columns = {name: value for name, value in record.items() if name not in PICTURE_COLUMNS}
     extra_info = columns.get("extra_info")
     if extra_info:
@@ -301,7 +303,7 @@ def columns_of_record(record: dict) -> dict:
 
 
 def write_samples(samples: list[dict], path: Path, suffix: str) -> None:
-    """As lines of JSON, or as a parquet file.
+    """Write lines of JSON if `suffix` is .jsonl, else a parquet file.
 
     In parquet a column becomes JSON if its values have no common type, or one that parquet lacks.
     """

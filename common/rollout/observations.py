@@ -23,8 +23,8 @@ class Observations:
         self.vision = vision
 
     def check_role(self, role: str) -> None:
-        """ValueError if the chat template leaves out, or refuses, messages of a role, or if the
-        tokenizer does not keep them apart from what comes before."""
+        """ValueError if the chat template leaves out or refuses messages of a role, or does not end
+        turns with the end token, or if the tokenizer does not keep that token apart from them."""
         if PROBE not in self.protocol.observation([PROBE], role):
             raise ValueError(
                 f"tools: the chat template leaves out messages of role {role!r}: {UNSEEN}"
@@ -39,7 +39,8 @@ class Observations:
         return True
 
     def prompt_ids(self, row: Row, opening: str) -> list[int]:
-        """The tokens of the row's prompt with an environment's opening behind its last message."""
+        """The tokens of the row's prompt, with an environment's opening at the end of its last
+        message."""
         opening = self.protocol.space_control_tokens(opening)
         last = row.messages[-1]
         content = last["content"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from common.rollout.trajectories import Turns
     from common.tools.pools import ToolPool
 
-MAX_TRIED_ROWS = 100  # rows searched for one whose truth a user's function scores first
+MAX_TRIED_ROWS = 100  # rows searched for one with a truth, to try out a user's function on
 
 
 def check_rollout(job: Job, rollout: Rollout) -> None:
@@ -52,8 +52,8 @@ def check_rollout(job: Job, rollout: Rollout) -> None:
 
 
 def print_eval_advice(folder: Path) -> None:
-    """Print the flags that evaluate as the model's card advises, if that is not greedily: a
-    thinking model may repeat itself to the length limit."""
+    """Print the flags that evaluate as generation_config.json advises, if it advises to sample:
+    decoded greedily, a thinking model may repeat itself to the length limit."""
     file = folder / "generation_config.json"
     config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     if config.get("do_sample"):
@@ -187,9 +187,9 @@ def open_turns(job: Job, rollout: Rollout, tool_pool: "ToolPool | None") -> "Tur
 
 
 def open_protocol(tokenizer, tool_pool: "ToolPool") -> "ToolProtocol | None":
-    """The format in which the policy's chat template writes calls. None if there is nothing to
-    call, or if the template has no calls and prompts explain them. ValueError if its format is
-    unknown."""
+    """How the policy writes calls, by its chat template; Hermes if that writes none. None if there
+    is nothing to call. If the template's format is unknown: None for the python tool, which has a
+    protocol of its own, else ValueError."""
     from common.data.protocols import Code, protocol_of
 
     schemas = [tool.schema for tool in tool_pool.tools.values()]

@@ -10,7 +10,8 @@ class PromptQueue:
     `at_once` prompts together.
 
     prompts: pairs of (prompt index, row), opened when they are taken; count: how many there are;
-    num_samples: episodes of each. An episode's key is its number in the order of the prompts.
+    num_samples: episodes of each. A prompt's place is its number in this order, from 0; the key of
+    an episode is place * num_samples + sample index.
     """
 
     def __init__(
@@ -30,8 +31,8 @@ class PromptQueue:
         return self.num_waiting > 0 and len(self.rows) < self.at_once
 
     def take(self) -> list[int]:
-        """Open prompts until `at_once` are under way. Returns the keys of their episodes; those of
-        a row with a problem have ended already."""
+        """Open prompts until `at_once` are under way, or none waits. Returns the keys of their
+        episodes; those of a row with a problem have ended already."""
         keys = []
         while self.can_take:
             index, row = next(self.prompts)

@@ -75,7 +75,7 @@ class Rollouts:
         self, prompts: Mapping[int, Row], step: int, watch: Watch = nullcontext
     ) -> list[Episode]:
         """--samples-per-prompt episodes of each prompt, by the weights of step `step`. Ranks that
-        share an engine all sample for the prompts of all of them."""
+        share an engine all sample the prompts of all of them, and each returns its own."""
         sampling = Sampling(
             n=self.flags.samples_per_prompt,
             max_tokens=self.flags.max_response_tokens,
@@ -118,10 +118,10 @@ class Rollouts:
     def evaluate(
         self, policy: nn.Module, step: int, samples_file: Path | None = None
     ) -> dict[str, float]:
-        """Sample and score the first --eval-rows rows with the policy's weights, those of `step`.
-        Returns eval/*, the same on every rank; the engine is asleep afterwards.
+        """Sample and score the first --eval-rows rows with the policy's weights, those of step
+        `step`. Returns eval/*, the same on every rank; the engine is asleep afterwards.
 
-        A seed depends on the row alone, so two evaluations differ only by the weights. A response
+        Seeds do not depend on the step, so two evaluations differ only by the weights. A response
         that could not be scored counts as 0; a row without a truth does not count. All samples are
         written to eval/step_NNNNNN.parquet. With `samples_file` they are written there instead, and
         a table to the console.

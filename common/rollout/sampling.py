@@ -37,7 +37,7 @@ def sample_episodes(
     turns: "Turns | None" = None,
     watch: Watch = nullcontext,
 ) -> list[Episode]:
-    """`sampling.n` episodes of each prompt index, prompt by prompt: all of `sample_prompts`."""
+    """All episodes of `sample_prompts`, in the order of `prompts` (prompt index -> row)."""
     groups: dict[int, list[Episode]] = {}
     for _, episodes in sample_prompts(
         engine,
@@ -72,9 +72,9 @@ def sample_prompts(
     `sampling.max_tokens` bounds all that follows a prompt.
 
     At most `at_once` of the `count` prompts are under way; when one has ended, the next is opened.
-    Without `turns` an episode is one answer. With them requests proceed on their own: while tools
-    run in their workers, the engine samples for the others. `watch` times the engine and, when it
-    has nothing to do, the tools.
+    Without `turns` an episode is one answer. With them each trajectory goes on by itself, unless in
+    lock-step: while tools run for some, the engine samples for the others. `watch` times the engine
+    and the waits for tools.
     """
     queue = PromptQueue(prompts, count, sampling.n, at_once)
     progress = Progress(label, count * sampling.n)
@@ -97,7 +97,7 @@ def sample_prompts(
         engine.submit(request)
 
     def sample_answers() -> Iterator[int]:
-        """The keys of episodes of one answer each, when they have ended."""
+        """Without `turns`: yield the key of each episode, once it has its answer."""
         while engine.busy or queue.can_take:
             for key in queue.take():
                 if queue.episodes[key].finish_reason:

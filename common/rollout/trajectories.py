@@ -302,8 +302,8 @@ class Turns:
     # --- calls ---
 
     def read_turn(self, trajectory: Trajectory, turn_ids: list[int]) -> Call | None:
-        """Append a turn to the messages; return the call that it ends in, or FUNCTION_REPLY. None
-        if the trajectory ends here; `finish_reason` says why."""
+        """Append a turn to the messages if something may answer it; return the call that it ends
+        in, or FUNCTION_REPLY. None if the trajectory ends here; `finish_reason` says why."""
         episode = trajectory.episode
         row = trajectory.row
         gets_function_reply = row.answer_kwargs is not None
@@ -316,7 +316,7 @@ class Turns:
             protocol = trajectory.protocol
             call = protocol.find_call(protocol.read(turn_ids))
         if call is None:
-            # even of the last turn that --max-turns allows: the function may have a reward for it
+            # even after the last turn that --max-turns allows: the function may reward it
             return FUNCTION_REPLY if gets_function_reply else None
         if episode.turns >= self.flags.max_turns:
             episode.finish_reason = "max_turns"

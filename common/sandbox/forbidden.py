@@ -39,8 +39,8 @@ def see_processes() -> bool:
 
 
 def main(project_file: str, own_names: set[str]) -> None:
-    """project_file: the path of a file of this project. own_names: of the environment variables
-    that the sandbox sets itself."""
+    """project_file: the path of a file of this project. own_names: names of the environment
+    variables that the sandbox sets itself."""
     attempts = {
         "open a socket": (open_socket,),
         "read this project's files": (read_file, project_file),

@@ -18,7 +18,7 @@ MAX_TEXT = 3900  # characters that a block may print: the middle of a longer tex
 MAX_ERROR = 1000  # characters of an exception
 MAX_FIGURES = 8  # of a block
 MAX_PIXELS = 4_000_000  # of a figure
-MAX_RATIO = 200  # of a figure's sides: no image processor takes that, or more
+MAX_RATIO = 200  # of a figure's sides, which must stay below: image processors refuse more
 MAX_BYTES = 2**25  # of a block's figures together, as PNG
 
 
@@ -76,7 +76,7 @@ class Session:
         """Run a block. Returns (what it printed, the exception that ended it or "")."""
         self.drawn = []
         self.num_blocks += 1
-        if self.entropy:  # a program that calls `block` itself keeps its own random numbers
+        if self.entropy:  # None without `run`: papers/pyvision calls `block` by itself
             self.entropy.begin(self.num_blocks)
         name = f"<block {self.num_blocks}>"
         output = Output()
@@ -192,7 +192,7 @@ class Entropy:
             return uuid.UUID(bytes=self.draw(16), version=4)
 
         random.Random.seed = seed_generator
-        random.seed = random._inst.seed  # _inst is behind the functions of the module
+        random.seed = random._inst.seed  # _inst: the generator behind the module's functions
         np.random.bit_generator.randbits = draw_bits
         uuid.uuid4 = draw_uuid
         random.seed()
@@ -303,7 +303,8 @@ def describe(error: BaseException, name: str) -> str:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == name:
             lines.append(line)
-    # if the block itself does not compile; eval("1 +") in it has the line of another text
+    # without lines the block itself does not compile; with them the error may come from eval("1 +")
+    # in it, and `lineno` is that of another text
     if isinstance(error, SyntaxError) and not lines and error.lineno:
         lines = [error.lineno]
     try:

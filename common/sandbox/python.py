@@ -68,7 +68,7 @@ class PythonWorkers(ToolPool):
         anew: bool = False,
         group: ProcessGroup | None = None,
     ):
-        # of a trajectory, by its key; no number is used again
+        # of trajectories, by their keys: the next rollout has these keys again, but new numbers
         self.numbers: dict[Hashable, int] = {}
         self.last_number = 0
         num_ranks = group.size() if group else 1
@@ -100,8 +100,8 @@ class PythonWorkers(ToolPool):
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
         """context: that of `ToolWorkers.submit`, with the trajectory's earlier "calls" and its
         "seed". kwargs: pictures that the prompt does not show, by their names."""
-        # The first call makes the trajectory's number, even if it is malformed: the next one, which
-        # has it among its "calls", looks that up.
+        # Even a malformed first call makes the trajectory's number: the next call, with that one
+        # among its "calls", looks the number up.
         if not context["calls"]:
             self.last_number += 1
             self.numbers[key] = self.last_number
@@ -157,7 +157,7 @@ def hidden_picture(name: str, picture: Mapping) -> dict:
 
 def probe(workers: PythonWorkers) -> None:
     """Try what no program may do. ValueError if any of it can be done, or if no program runs."""
-    own_names = {*ENVIRONMENT, "PWD"}
+    own_names = {*ENVIRONMENT, "PWD"}  # bubblewrap sets PWD
     code = f"{inspect.getsource(forbidden)}\n\nmain({__file__!r}, {own_names!r})\n"
     context = {"media": [], "num_prompt_media": 0, "calls": []}
     workers.submit("probe", Call(TOOL.name, {"code": code}), context, {})

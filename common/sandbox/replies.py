@@ -1,4 +1,4 @@
-"""What a child of a sandbox has sent, checked: a program can write to its socket, too, and may
+"""Checks of what a sandbox's child has sent. A program can write to the child's socket, too: it may
 claim nothing that it could not have printed or drawn."""
 
 import contextlib
@@ -30,7 +30,7 @@ def parse_reply(message: bytes) -> ToolReply | None:
             return None
     if pngs is None:
         return None
-    acted = bool(text.strip() or pngs) and not error
+    acted = bool(text.strip() or pngs) and not error  # else the call earns no --tool-bonus
     parts = [text]
     if error:
         parts.append(f"Execution error: {error}")
@@ -59,8 +59,8 @@ def split_figures(figures: bytes, sizes: list) -> list[bytes] | None:
 
 
 def can_be_shown(png: bytes) -> bool:
-    """Whether it is a PNG of a size that a program can draw. It may have several headers; the last
-    one counts."""
+    """Whether it is a PNG of a size that a program can draw. A forged one may have several headers:
+    Pillow goes by the last."""
     with contextlib.suppress(Exception):  # whatever Pillow runs into
         image = Image.open(io.BytesIO(png[:MAX_HEADERS]), formats=["PNG"])
         check_size(*image.size)
@@ -69,6 +69,6 @@ def can_be_shown(png: bytes) -> bool:
 
 
 def failed_block(reason: str) -> ToolReply:
-    """The reply to a block that did not end: the state is that before it."""
+    """The reply to a block that did not end, or never began: the state is that before it."""
     text = trim(f"Execution error: {reason}; variables are as before this block")
     return ToolReply(text, error=True, role="user", info={"ended": False, "acted": False})

@@ -43,7 +43,7 @@ HOLD_S = 1  # the trainer waits no longer for the end of a process that has to b
 ADDR_NO_RANDOMIZE = 0x0040000
 BEGUN = b"begun"  # the child's message before each block, once it has the block and its pictures
 NO_REPLY = "what came from the interpreter is no reply"
-# if memory ends
+# the kernel kills it first if the machine runs out of memory
 FIRST_TO_DIE = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]
 
 
@@ -152,14 +152,16 @@ class Sandbox:
         self.enter(State.STARTING, self.start_s)
 
     def hang_up(self) -> None:
-        """Let it end. Without namespaces it first ends what programs have started."""
+        """Let it end. Without namespaces it first ends what programs have started, and has CLEAN_S
+        for that."""
         if self.control.fileno() >= 0:
             self.unlink()
             self.control.close()
             self.enter(State.ENDING, 0 if self.confined else CLEAN_S)
 
     def stop(self, hold_s: float | None = None) -> str:
-        """Let it end, or kill it; returns its stderr. Waits until that is done, or for `hold_s`."""
+        """Let it end, or kill it; returns its stderr. Waits for `hold_s` at most; with None until
+        this process and earlier ones are gone."""
         self.hang_up()
         stderr = ""
         if self.state != State.STOPPED:
@@ -351,7 +353,7 @@ class Sandbox:
 
     def end(self, reason: str) -> ToolReply:
         """Have the server kill the child, with all that it has started. Returns the reply: an error
-        of the program, if one has run."""
+        of the program if one has run, else a failure."""
         has_run = self.state == State.RUNNING or bool(self.block.earlier)
         self.unlink()
         self.order(b"kill")
@@ -363,8 +365,8 @@ class Sandbox:
 
     def replace(self) -> ToolReply | None:
         """The whole sandbox is gone, or hangs: another one takes its place. That one gets a block
-        that the child had not been sent yet, unless it is lost as well. ValueError if the sandbox
-        did not even start and has no block."""
+        that the child had not been sent yet, unless a second sandbox is lost on it. ValueError if
+        there is no block, and the sandbox or the next one does not start."""
         state = self.state
         reason = self.stop(HOLD_S) or "no answer"
         if state == State.STARTING and not self.block:

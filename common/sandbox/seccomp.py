@@ -13,10 +13,10 @@ ENOSYS = 38
 # instructions of classic BPF
 LOAD = 0x20
 EQUAL = 0x15
-ABOVE = 0x35  # or equal
+AT_LEAST = 0x35
 ANY_BIT = 0x45
 RETURN = 0x06
-# results of a filter; ERROR is united with an error number, 0 for a success without an effect
+# results of a filter; ERROR | number is that error, or for 0 a success without an effect
 ALLOW = 0x7FFF0000
 KILL = 0x80000000
 ERROR = 0x00050000
@@ -51,7 +51,7 @@ LOCKS = {
     "F_SETLEASE": 1024,
     "F_NOTIFY": 1026,
 }
-PR_SET_DUMPABLE = 4  # without it no core is dumped, which might go to a program of the machine
+PR_SET_DUMPABLE = 4  # would allow a core dump, which might go to a program of the machine
 
 
 def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -67,7 +67,7 @@ def returns(number: int, result: int) -> bytes:
 def returns_if(number: int, argument: int, test: bytes, result: int) -> bytes:
     """The call has this result unless the test of an argument skips the next instruction.
 
-    The test sees the lower half of the argument: the kernel, too, takes these as 32 bits.
+    argument: its index. The test sees its lower half: the kernel, too, takes these as 32 bits.
     """
     body = instruction(LOAD, ARGUMENT + 8 * argument)
     body += test
@@ -83,7 +83,7 @@ def filter_of(rules: list[bytes]) -> bytes:
     program += instruction(EQUAL, X86_64, 1, 0)
     program += instruction(RETURN, KILL)
     program += instruction(LOAD, NUMBER)
-    program += instruction(ABOVE, X32, 0, 1)
+    program += instruction(AT_LEAST, X32, 0, 1)
     program += instruction(RETURN, KILL)
     program += b"".join(rules)
     program += instruction(RETURN, ALLOW)
@@ -98,7 +98,7 @@ def first_filter() -> bytes:
     for request in TERMINAL.values():
         rules.append(returns_if(IOCTL, 1, instruction(EQUAL, request, 0, 1), refuse))
     rules.append(returns_if(CLONE, 0, instruction(ANY_BIT, NEW_NAMESPACES, 0, 1), refuse))
-    rules.append(instruction(ABOVE, NEWER, 0, 1) + instruction(RETURN, ERROR | ENOSYS))
+    rules.append(instruction(AT_LEAST, NEWER, 0, 1) + instruction(RETURN, ERROR | ENOSYS))
     return filter_of(rules)
 
 
@@ -108,7 +108,7 @@ def program_filter() -> bytes:
     for number in PRETENDED.values():
         rules.append(returns(number, ERROR))
     rules.append(returns_if(CLONE, 0, instruction(ANY_BIT, NEW_THREAD, 1, 0), refuse))
-    # limits of another process than 0, the caller
+    # prlimit of any process but 0, which is the caller
     rules.append(returns_if(PRLIMIT, 0, instruction(EQUAL, 0, 1, 0), refuse))
     rules.append(returns_if(PRCTL, 0, instruction(EQUAL, PR_SET_DUMPABLE, 0, 1), refuse))
     for command in LOCKS.values():

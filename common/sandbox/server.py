@@ -40,8 +40,8 @@ PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_MODE_FILTER = 2
 libc = ctypes.CDLL(None, use_errno=True)
 BYTES_HEAD = sys.getsizeof(b"")  # of a bytes object, before its content
-# how much `fill` allocates of each size, beside what is free; with 100 the first child of a server
-# had other addresses at times
+# how many blocks `fill` allocates of each size, beside the free ones; with 100 the first child of a
+# server had other addresses at times
 MORE_BLOCKS = 1000
 # indices of fields of /proc/PID/stat, counted from the state on
 STATE = 0
@@ -51,8 +51,9 @@ STILL_STATES = {b"T", b"t", b"Z", b"X"}  # of a thread: stopped, traced, or ende
 
 
 def serve(folder: str, mounts: str, memory_gib: str, program_filter: str) -> None:
-    """Take the trainer's orders until it is gone. "done" says that the server has started, and
-    answers "new", with a socket, and "kill". If it kills a child by itself, it sends the reason.
+    """Take the trainer's orders until it is gone: "new", which comes with the child's socket,
+    "kill", "stop" and "go". The server sends "done" when it has started, and after "new" and
+    "kill". If it kills a child by itself, it sends the reason.
 
     Between "stop" and "go" nothing of a trajectory runs: no thread, and no program that has only
     claimed to be done.
@@ -113,7 +114,8 @@ def serve(folder: str, mounts: str, memory_gib: str, program_filter: str) -> Non
 
 
 def guard(confined: bool) -> None:
-    """Keep this process from its children, and them from surviving."""
+    """Protect this process from its children if they are confined; else adopt their orphans, so
+    that none survives."""
     if confined:  # process 1 ignores signals of its children that have no handler
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         prctl(PR_SET_DUMPABLE, 0)  # no child reads or writes its memory
@@ -123,9 +125,8 @@ def guard(confined: bool) -> None:
 
 
 def warm_up(folder: str, kept: list[str], confined: bool) -> None:
-    """Call what the loop calls most, with children that there are. Afterwards Python has allocated
-    whatever it allocates in the first calls of a function, and the memory of this process stays the
-    same."""
+    """Call what the loop calls most, with real children. Afterwards Python has allocated whatever
+    it allocates in the first calls of a function, and the memory of this process stays the same."""
     for _ in range(10):
         child = os.fork()
         if not child:
@@ -141,8 +142,8 @@ def warm_up(folder: str, kept: list[str], confined: bool) -> None:
 def preload() -> None:
     """Import what programs use most, so that a child has it at once.
 
-    It must have the same addresses each time. matplotlib builds its list of fonts under the watch
-    of a second thread: a child does that, and this process reads the list.
+    What is imported must have the same addresses each time. matplotlib starts a second thread while
+    it builds its list of fonts: a child does that, and this process reads the list from its file.
     """
     import matplotlib
 
@@ -171,13 +172,13 @@ def excess_of(child: int, folder: str) -> str:
 
 
 def fields_of(process: int | str) -> list[bytes]:
-    """The fields of its line in /proc (or of PROCESS/task/THREAD), from the state on. The name
-    before may hold any bytes."""
+    """The fields of /proc/PROCESS/stat, from the state on: the name before may hold any bytes. A
+    text "PROCESS/task/THREAD" gives those of a thread."""
     return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def is_running(process: int) -> bool:
-    """Whether any of its threads is. The others may go on when the first one has ended."""
+    """Whether any thread of a process is. The others may go on when the first one has ended."""
     with contextlib.suppress(OSError):
         states = set()
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -205,7 +206,7 @@ def signal_children(number: int) -> bool:
 
 def stop_children(confined: bool) -> None:
     """Stop them, again and again: one of them may have continued itself or another one, or have
-    started one. If they never rest, they are ended.
+    started one. If they do not rest within STOP_S, they are ended.
 
     Two looks in a row must see nothing run: a single one overlooks a process whose parent ends
     meanwhile, and which is nobody's child then.
@@ -305,7 +306,7 @@ def fill(fillers: Iterator[tuple[list, Iterator]]) -> None:
     They are the same ones at each fork, but the order in which Python would take them depends on
     what the server has done before, and so would the addresses of a program's objects.
     """
-    # the cache of attributes keeps names alive, and which ones depends on where they lie
+    # the cache of attributes keeps names alive: which ones depends on their addresses
     sys._clear_type_cache()
     gc.collect()  # also empties the free lists of Python's types
     for filler, blocks in fillers:
@@ -320,7 +321,7 @@ def limits_of_child(memory_gib: float) -> dict[str, int]:
         "RLIMIT_CORE": 0,
         "RLIMIT_FSIZE": FILE_BYTES,
         "RLIMIT_NOFILE": OPEN_FILES,
-        # the kernel keeps each in its memory, as it does open files
+        # the kernel keeps each pending signal in its memory, as it does open files
         "RLIMIT_SIGPENDING": OPEN_FILES,
     }
 

@@ -6,7 +6,8 @@ happened. In info "frames" says that the images are frames of a video, and a fal
 call earns no --tool-bonus. The policy reads an exception, a timeout, a crash or a lack of memory as
 an error, since it wrote the call. If the function (or `Tool`) has a true attribute `trusted`, a
 timeout, a crash or a lack of memory is not the policy's fault, and the sample is lost. A parameter
-named `context` receives the pictures so far; keyword-only parameters receive values of the row.
+named `context` receives the pictures and calls so far (`ToolWorkers.submit` in pools.py);
+keyword-only parameters receive values of the row.
 """
 
 import inspect
@@ -121,7 +122,8 @@ def user_tool(spec: str) -> Tool:
 
 
 def check_schema(schema: dict) -> None:
-    """ValueError, or the error of reading it, for a schema that no chat template could show."""
+    """ValueError for a schema that no chat template could show, or the AttributeError, KeyError or
+    TypeError of reading it."""
     json.dumps(schema)
     function = schema["function"]
     properties = function.get("parameters", {}).get("properties", {})
@@ -200,7 +202,7 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
     properties = schema.get("properties", {})
     row_kwargs = {}
     for name, value in accepted_kwargs(tool.function, kwargs).items():
-        if value is not None:
+        if value is not None:  # a null of the data is no value
             row_kwargs[name] = value
     if "context" in parameters and "context" not in properties:
         row_kwargs["context"] = context
@@ -232,7 +234,7 @@ def call_tool(tool: Tool, arguments: Mapping, context: Mapping, kwargs: Mapping)
 
 
 def reply_fields(tool: Tool, result: object) -> dict:
-    """What a tool returned as the fields of a reply."""
+    """The fields of a reply, from what a tool returned."""
     text = result
     images = None
     info = None
@@ -300,7 +302,7 @@ class Caller:
         except MemoryError:
             raise
         except Exception as error:
-            # not from the method that the policy has called: `call_tool` reports those
+            # not an exception of the method that the policy has called: `call_tool` reports such
             self.live.end(job.transcript.trajectory)  # the sample is lost
             return {"text": describe(error), "failed": True}
 

@@ -74,8 +74,8 @@ def load_environment(spec: str) -> type:
 
 
 def method_schemas(spec: str) -> dict[str, dict]:
-    """{method: schema} of the tools of an environment. ValueError if it has none, or if one lacks a
-    type or a description."""
+    """{method: schema} of the tools of an environment. ValueError if it has none, or if one is no
+    plain method, or lacks a type or a description."""
     from common.torch_repair import transformers  # not in workers: it takes seconds
 
     schemas: dict[str, dict] = {}
@@ -216,12 +216,12 @@ class LiveEnvironments:
             self.end(key)
 
 
-def seed(transcript: Transcript, step: int) -> None:
+def seed(transcript: Transcript, call_number: int) -> None:
     """Seed random numbers by the transcript's seed and the number of the call alone: all samples of
     a group, and a repetition, draw the same."""
     import numpy as np  # not at the top: tools need no numpy
 
-    random.seed(f"{transcript.seed}/{step}")
+    random.seed(f"{transcript.seed}/{call_number}")
     np.random.seed(random.getrandbits(32))
 
 

@@ -29,7 +29,7 @@ class ToolPool:
     ranks submit the same jobs and poll equally often, as turns in lock-step do.
     """
 
-    protocol: type[ToolProtocol] = Hermes  # of the policies that call them
+    protocol: type[ToolProtocol] = Hermes  # unless `Turns` gets another
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class ToolPool:
             self.pool.submit((key, name), job, home)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, ToolReply]]:
-        """(key, reply) of what has finished, the same on all ranks. Waits up to `timeout_s` for the
-        first, but not if nothing is pending."""
+        """(key, reply) of what has finished, the same on all ranks of the group. Waits up to
+        `timeout_s` for the first, but not if nothing is pending."""
         if not self.pending:
             return []
         replies = self.ready
@@ -70,7 +70,7 @@ class ToolPool:
         if self.pool:
             patience_s = 0.0 if replies else timeout_s
             for (key, name), reply in self.pool.poll(patience_s):
-                # a `Sandbox` returns a `ToolReply`; a `Worker`, and a failed start, its fields
+                # a `Sandbox` replies with a `ToolReply`; a `Worker`, or a failed start, with a dict
                 if isinstance(reply, dict):
                     reply = as_reply(reply, self.tools.get(name, NO_TOOL))
                 replies.append((key, reply))
@@ -86,7 +86,7 @@ class ToolPool:
 
 class ToolWorkers(ToolPool):
     """At most `workers` processes a rank that run the tools of --tools, and an environment.
-    ValueError if one of them does not load.
+    ValueError if a tool or the environment does not load.
 
     A call has `timeout_s` seconds, counted from when a worker gets it, and `memory_gib` (0: no
     limit). If it exceeds them, or ends its worker, that is an error that the policy reads; a
@@ -113,7 +113,7 @@ class ToolWorkers(ToolPool):
         )
 
     def submit(self, key: Hashable, call: Call, context: Mapping, kwargs: Mapping) -> None:
-        """Queue a call. One that is malformed, or of no tool, is answered with an error.
+        """Queue a call. One that is malformed, or names no tool, is answered with an error.
 
         context: {"media": [{"kind": "image", "frame" or "video", "frames": [encoded, ...]}, ...]
         in the order in which they were shown, "num_prompt_media", "calls": earlier ones, "seed";
@@ -121,6 +121,7 @@ class ToolWorkers(ToolPool):
         """
         tool = find_tool(self.tools, call.name)
         if call.error or tool is None:
+            # a role of some tool: the chat template has been seen to show it
             has_user_role = any(other.role == "user" for other in self.tools.values())
             role = "user" if has_user_role else "tool"
             error = call.error

@@ -154,7 +154,7 @@ def to_index(value: object, name: str, maximum: int) -> int:
 
 
 def check_box(box: object) -> None:
-    """ValueError for anything but four numbers with x1 < x2 and y1 < y2."""
+    """ValueError for anything but four numbers, 0 <= x1 < x2 < 1e9 and 0 <= y1 < y2 < 1e9."""
     is_list = isinstance(box, list) and len(box) == 4
     is_valid = is_list and all(type(x) in (int, float) and 0 <= x < 1e9 for x in box)
     if is_valid and box[0] < box[2] and box[1] < box[3]:

@@ -23,11 +23,12 @@ NO_WORKER = "no worker starts"  # start of the error of a job that no process co
 class Pool:
     """At most `max_workers` workers that turn jobs into replies, `at_once` of them at a time.
 
-    The first is started by the constructor, which raises a ValueError if it does not start; the
-    others when there is a job for them. Jobs with the same `home` go to the same worker, which may
-    keep a state for the next one; a worker gets `share` homes before another one is started. The
-    reply to a job that fails is {"error": reason}. If a later worker does not start, the job that
-    it would have got fails, and the worker is started again for the next one.
+    The first is started by the constructor, which raises a ValueError if it does not start, or an
+    OSError if the system has no room for it; the others when there is a job for them. Jobs with the
+    same `home` go to the same worker, which may keep a state for the next one; a worker gets
+    `share` homes before another one is started. The reply to a job that fails is {"error": reason}.
+    If a later worker does not start, the job that it would have got fails, and the worker is
+    started again for the next one; if the system has no room for more, fewer go on.
 
     A worker is a `Worker`, or has what is used here of one (`kill` only in `run`).
     """
@@ -63,7 +64,7 @@ class Pool:
 
     @property
     def pending(self) -> int:
-        """The number of jobs without a reply so far."""
+        """The number of jobs whose reply `poll` has not returned so far."""
         num_jobs = len(self.queue) + len(self.lost)
         for worker in self.workers:
             num_jobs += len(worker.queue) + worker.busy
@@ -112,8 +113,8 @@ class Pool:
             worker.stop()
 
     def _worker_of(self, home: Hashable) -> Worker:
-        """The worker of a home. A new home gets the worker with the fewest, or a new worker if all
-        have their share."""
+        """The worker of a home. A new home gets the worker with the fewest; if all have their
+        share, another worker is started for it, up to `max_workers`."""
         if home not in self.homes:
             has_room = any(self.num_homes[worker] < self.share for worker in self.workers)
             if not has_room and len(self.workers) < self.max_workers:
@@ -139,7 +140,7 @@ class Pool:
                 worker.take(*queue.popleft())
                 num_free -= 1
         for worker, error in failures:
-            # a job that any worker may take fails only if none is active, and could take it later
+            # a job that any worker may take fails only if no active worker could take it later
             is_any_active = any(other.deadline < inf for other in self.workers)
             if worker.queue or (self.queue and not is_any_active):
                 self.lost += self._on_failed_start(worker, error)
@@ -194,7 +195,7 @@ class Pool:
         no worker has started so far."""
         if not self.has_started:
             message = error.removeprefix("ValueError: ")
-            if not message.startswith("--"):  # a flag with a wrong value says all itself
+            if not message.startswith("--"):  # a message about a flag needs no more words
                 message = f"{self.trouble}: {error}"
             raise ValueError(message)
         print(f"warning: {self.trouble}: {error}", flush=True)
@@ -206,8 +207,8 @@ class Pool:
 
 
 def load_function(spec: str, flag: str) -> Callable:
-    """The function NAME of the file FILE.py, from "FILE.py:NAME". A file is executed once.
-    ValueErrors name the flag."""
+    """The function, or class, NAME of the file FILE.py, from "FILE.py:NAME". A file is executed
+    once. ValueErrors name the flag."""
     file, _, name = spec.rpartition(":")
     if not file or not name.isidentifier():
         raise ValueError(f"{flag} {spec}: expected FILE.py:NAME")

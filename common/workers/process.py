@@ -53,8 +53,8 @@ SIZE_BYTES = 8  # of the size that precedes a message
 KEEPER_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 USER_MODULE = "user_file_"  # prefix of the names of modules that `load_function` makes
 
-# A function of an importable module: specification -> handler (job -> reply). A handler may have
-# `facts`, a dict for the trainer, and `close()`.
+# A function or class of an importable module: specification -> handler (job -> reply). A handler
+# may have `facts`, a dict for the trainer, and `close()`.
 MakeHandler = Callable[[str], Callable[[Any], dict]]
 
 
@@ -128,8 +128,8 @@ class Link:
 
 
 def wait(sources: Iterable, timeout_s: float) -> list:
-    """Those of some sockets that are readable, or closed by their other end, once there is one, or
-    after `timeout_s`."""
+    """Wait until one of the sockets is readable, or closed by its other end, but not longer than
+    `timeout_s`. Returns those that are."""
     with selectors.PollSelector() as selector:
         for source in sources:
             selector.register(source, selectors.EVENT_READ)
@@ -164,8 +164,8 @@ class Worker:
         memory_gib: float,
         close_s: float = 0.0,
     ):
-        """timeout_s: of a job. memory_gib: beyond what is mapped at the start; 0: no limit.
-        close_s: for the handler's `close()`; 0: it is killed at once."""
+        """timeout_s: of a job. memory_gib: beyond what is mapped when the handler has been made; 0:
+        no limit. close_s: for the handler's `close()`; 0: it is killed at once."""
         if timeout_s <= 0 or memory_gib < 0:
             raise ValueError(f"workers: got {timeout_s} s, {memory_gib} GiB")
         self.arguments = [str(memory_gib), make_handler.__module__, make_handler.__name__, spec]
@@ -293,7 +293,8 @@ class Worker:
         self.deadline = time.monotonic() + self.close_s
 
     def stop(self) -> None:
-        """Wait for the end after `hang_up`, and kill at the deadline; returns when all are gone."""
+        """Wait for the end after `hang_up`, and kill at the deadline. Returns when this process and
+        earlier ones are gone, or after KILL_S for each."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, self.deadline - time.monotonic()))
         self.kill()
@@ -328,12 +329,12 @@ def serve(fd: str, trainer: str, *arguments: str) -> None:
 
 
 def keep(worker: int) -> NoReturn:
-    """Wait for the worker's end, or for SIGTERM. End all that descends from it, and exit with its
-    code, or with 128 + its signal, like a shell."""
+    """Wait for the worker's end, or for SIGTERM. End all that descends from this process, and exit
+    with the worker's code, or with 128 + its signal, like a shell."""
     is_terminated = False
     while not is_terminated and not worker_has_ended(worker):
         is_terminated = signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM
-    wait_status = end_descendants(status_of=worker)  # of the keeper, the worker among them
+    wait_status = end_descendants(status_of=worker)
     code = os.waitstatus_to_exitcode(wait_status)
     os._exit(code if code >= 0 else 128 - code)
 
