@@ -123,7 +123,7 @@ class Checkpoints:
             self.counts.update(saved.get("counts", {}))
         goes_on = self.resumes_own and not weights_only
         if goes_on and not self.best_step and self.world.is_main:
-            # the file names a step that this run takes back, or one that has been removed
+            # the file may name a later step, which this run abandons, or one that was removed
             (self.folder / "best").unlink(missing_ok=True)
         reached.update({"step": self.start, "checkpoint": checkpoint})  # printed at Ctrl-C
         return self.start

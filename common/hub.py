@@ -81,8 +81,8 @@ def resolve_model(name: str, flag: str = "--model") -> str:
 
 
 def refuse_wrong_path(name: str, flag: str) -> None:
-    """SystemExit for a checkpoint, and for a path of something that is no folder: the hub would not
-    know them either."""
+    """SystemExit for a checkpoint, and for a path that is no folder: the hub would not know them
+    either."""
     path = Path(name)
     is_checkpoint = path.parent.name == "checkpoints" and path.exists()
     if is_checkpoint and not (path / "config.json").is_file():

@@ -132,7 +132,7 @@ def find_checkpoint(
 
 def verify_together(folder: Path, world: World) -> dict:
     """The manifest of a step folder, whose files are verified by all ranks, each a share.
-    SystemExit on all of them for a damaged one, with the checkpoint before it."""
+    SystemExit on all of them if the folder is damaged; it names the checkpoint before it."""
     manifest: dict = {}
     problem = ""
     try:

@@ -24,8 +24,9 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def transpose_back() -> None:
     """Have transformers write the experts of Qwen3-VL as they were published.
 
-    When it reads an expert, it transposes it if its shape is not the module's. It applies the same
-    condition when it writes one, whose shape always is the module's: none is transposed back.
+    It transposes an expert that it reads if the shape is not the module's, and applies the same
+    condition to one that it writes. That always has the module's shape: none would be transposed
+    back.
     """
     transpose = transformers.core_model_loading.Transpose
     transpose.reverse_op = property(lambda self: transpose(self.dim1, self.dim0))

@@ -24,8 +24,8 @@ _untouched = [2**63]
 
 @contextmanager
 def limited_memory(device: torch.device) -> Iterator[None]:
-    """On a CPU: make it an exception, as on a GPU, to take more than this rank's share of the free
-    memory. Otherwise the kernel kills a process that takes the last of it.
+    """On a CPU: whoever takes more than this rank's share of the free memory gets an exception, as
+    on a GPU. Otherwise the kernel kills a process that takes the last of it.
 
     The limit holds for all private data of the process, present data included, as Linux counts it
     since 4.7. The phases of the engine have no limit: it takes what --engine-memory says.
