@@ -88,7 +88,8 @@ class Checkpoints:
         self.resumes_own = False  # whether the run goes on from a checkpoint of its own folder
 
     def resume(self, checkpoint: Path | None, weights_only: bool = False) -> int:
-        """Load a checkpoint; returns the step that training goes on from.
+        """Load a checkpoint; returns the step that training goes on from, 0 without one. SystemExit
+        if it cannot be loaded.
 
         All ranks call it together; there may be more or fewer than at the save. It takes less
         memory than training: one model at a time, no gradients, moments on the host. weights_only:
@@ -110,7 +111,7 @@ class Checkpoints:
             f"{checkpoint} cannot be loaded ({BEGIN_ANEW}): its trainer.json does not fit", DAMAGE
         ):
             # Another run may have measured its best on other rows, and the best step's folder may
-            # have been removed. Without a name of a step this is the folder of all steps.
+            # have been removed. With best_step "" the path is self.folder, which is there.
             if self.resumes_own and (self.folder / best_step).is_dir():
                 self.best = float(saved["best"])
                 self.best_step = best_step
@@ -122,7 +123,7 @@ class Checkpoints:
             self.counts.update(saved.get("counts", {}))
         goes_on = self.resumes_own and not weights_only
         if goes_on and not self.best_step and self.world.is_main:
-            # the file names a step that this run takes back, or one that has been removed
+            # the file may name a later step, which this run abandons, or one that was removed
             (self.folder / "best").unlink(missing_ok=True)
         reached.update({"step": self.start, "checkpoint": checkpoint})  # printed at Ctrl-C
         return self.start
@@ -149,8 +150,8 @@ class Checkpoints:
         return metric is not None and self.is_better(metric, self.best)
 
     def save(self, step: int, metric: float | None) -> bool:
-        """Write `step_NNNNNN`, and drop all but the newest and the best. metric: None without an
-        evaluation.
+        """Write `step_NNNNNN`, and drop all but the newest `keep` steps and the best. metric: None
+        without an evaluation.
 
         All ranks call it together. Returns False, after a warning, if it cannot be written.
         """
@@ -282,10 +283,10 @@ class Checkpoints:
 
 def free_bytes(folder: Path) -> int:
     """Free space where `folder` is, or will be."""
-    for path in (folder, *folder.absolute().parents):
-        if path.exists():
-            return shutil.disk_usage(path).free
-    raise FileNotFoundError(folder)
+    path = folder.absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
 class CheckpointError(Exception):

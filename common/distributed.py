@@ -200,7 +200,7 @@ def reshard(model: nn.Module) -> None:
 
 def abandon_backward(model: nn.Module) -> None:
     """After an exception in a forward or backward on this rank: drop gradients and FSDP2's state,
-    so that the step can be repeated."""
+    so that the step can be repeated. SystemExit with torch below 2.13."""
     model.zero_grad()  # of gathered parameters
     # each once: with LoRA a teacher may be the policy without its adapters
     for root in dict.fromkeys(sharded_roots(model)):

@@ -284,8 +284,8 @@ def save_adapter(model: nn.Module, base: str, folder: Path) -> None:
 
 def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None:
     """Give an export, whose weights are in `dtype`, the settings and files of the model that it was
-    trained from: transformers 5, which has written it, spells some otherwise than programs that
-    read 4's expect."""
+    trained from: transformers 5, which has written it, spells some settings otherwise than version
+    4, whose spelling other programs expect."""
     config = read_json(export / "config.json")
     if (source / "config.json").is_file():
         config = merge_configs(read_json(source / "config.json"), config)
@@ -310,7 +310,8 @@ def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None
 
 
 def merge_configs(source_config: dict, export_config: dict) -> dict:
-    """The config.json of the source, with the keys that only that of the export has.
+    """The config.json of the source, with the keys that only the export's has, and with the
+    export's "architectures".
 
     A part that is a dict in `export_config` alone, such as the text part of Qwen2.5-VL, is left
     out: transformers would read it in place of the keys outside.

@@ -27,9 +27,9 @@ TEACHER = "tiny-teacher"  # of distill.py's demo: `tiny`, trained by grpo.py
 FOLDERS = {name: Path(__file__).parent / "assets" / name for name in (*EMBEDDED, TEACHER)}
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
-# ORG/NAME@REVISION/SUBFOLDER; ORG, a revision and subfolders may be missing. Of revisions only
-# those that the hub makes of pull requests and conversions have slashes. `?+`: a NAME is never
-# taken for a subfolder.
+# ORG/NAME@REVISION/SUBFOLDER; ORG, a revision and subfolders may be missing. Only revisions that
+# the hub makes for pull requests and conversions may have slashes. `?+`: a NAME is never taken for
+# a subfolder.
 HUB_ID = re.compile(r"([^/@]+(?:/[^/@]+)?+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?((?:/[^/]+)*)/?")
 COMMIT = re.compile("[0-9a-f]{40}")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -81,8 +81,8 @@ def resolve_model(name: str, flag: str = "--model") -> str:
 
 
 def refuse_wrong_path(name: str, flag: str) -> None:
-    """SystemExit for a checkpoint, and for a path of something that is no folder: the hub would not
-    know them either."""
+    """SystemExit for a checkpoint, and for a path that is no folder: the hub would not know them
+    either."""
     path = Path(name)
     is_checkpoint = path.parent.name == "checkpoints" and path.exists()
     if is_checkpoint and not (path / "config.json").is_file():

@@ -1,5 +1,5 @@
-"""LoRA (arXiv 2106.09685): a frozen model, and beside each linear layer a trained product of two
-small matrices.
+"""LoRA (arXiv 2106.09685): a frozen model, and beside each adapted linear layer a trained product
+of two small matrices.
 
 W = W0 + alpha / rank · B · A is computed in float32 and rounded once, wherever a weight is read: in
 the forward, for the engine, in an export. So all of them see the same bits, and W0 is never
@@ -27,8 +27,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class MergedLinear(torch.autograd.Function):
-    """x · Wᵀ + bias with x [..., in] -> [..., out]. W, as large as W0, is computed again in the
-    backward, and its gradient never."""
+    """x · Wᵀ + bias with x [..., in] -> [..., out]. W is as large as W0: the backward computes it
+    again, and never its gradient."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class LoraLinear(nn.Linear):
 
     @classmethod
     def adapt(cls, layer: nn.Linear, machine: Machine, generator: torch.Generator) -> None:
-        """Convert a layer in place: FSDP2, which has sharded its weight, refers to this module."""
+        """Convert a layer in place: FSDP2, if it has sharded its weight, refers to this module."""
         weight = layer.weight
         rank = machine.lora_rank
         options = {

@@ -241,8 +241,9 @@ class WrittenFiles:
         return names
 
     def check(self, names: Iterable[str] = ("config.json",)) -> None:
-        """FileExistsError if files of these names would replace a link, a file that is not ours,
-        or one that was changed since; and for foreign weights, which vLLM would load with ours."""
+        """FileExistsError if the folder is a link, or if files of these names would replace a link,
+        a file that is not ours, or one that was changed since; and for foreign weights, which vLLM
+        would load with ours."""
         if self.folder.is_symlink():
             raise FileExistsError(
                 f"{self.folder} is a link, behind which files would be replaced: remove it"
@@ -273,7 +274,7 @@ class WrittenFiles:
 
     def replace(self, new: Path) -> None:
         """Move the files of a finished folder here, in the place of those that were written
-        before."""
+        before. FileExistsError as in `check`."""
         names = [str(file.relative_to(new)) for file in sorted(new.rglob("*")) if file.is_file()]
         names.remove(UNFINISHED)
         # config.json, without which the folder is no model, is the last to come

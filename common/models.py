@@ -166,7 +166,7 @@ def load_model(
     never as a whole.
 
     flag: the one that names the folder, for messages. model_class: `Policy`, or a critic on the
-    backbone of the model, which may also be a reward model. from_scratch: take the architecture
+    backbone of a language model or reward model. from_scratch: take the architecture
     from the folder's config.json and initialise at random. lora_flags: the layers of the language
     model get adapters, initialised with `seed`, and everything else is frozen. max_model_len: that
     of the engine that samples for the model, see `set_text_lengths`. activation_memory: the share

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 def host_memory(tensor: Tensor) -> Tensor:
-    """Memory on the host for a copy of a tensor, pinned if that is on a GPU: neither side waits for
-    a copy between pinned memory and the device."""
+    """Memory on the host for a copy of a tensor, pinned if the tensor is on a GPU: copies between
+    pinned memory and the device can run while both sides go on."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
 
 

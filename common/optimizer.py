@@ -77,7 +77,7 @@ class GuardedAdamW:
         self.offload = offload
         self.host_moments: HostMoments = {}  # with `offload`, of each that has been on the host
         self.prefix = prefix
-        self.skipped = 0  # steps in a row
+        self.skipped = 0  # steps in a row, with the lowest scale
 
     @property
     def scale(self) -> float:
@@ -101,7 +101,8 @@ class GuardedAdamW:
 
         The norm is that of all shards, so every rank decides alike without a further collective.
         Clears the gradients. With `offload` Adam's moments are moved to the device for the step,
-        and to the host after it. SystemExit after too many skipped steps in a row.
+        and to the host after it. SystemExit after MAX_SKIPPED skipped steps in a row; above the
+        lowest loss scale they do not count.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -113,7 +114,7 @@ class GuardedAdamW:
         if is_finite:
             self._clip_and_step(gradients, grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
-        # before the update of the scale, which may become the lowest one by this step
+        # asked before the update, which may make the scale the lowest one
         is_lowest_scale = self.scale <= 1.0
         self.loss_scale.update(is_finite)
         if is_finite:

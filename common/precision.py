@@ -70,8 +70,8 @@ def checked_gap(rollout_logprobs: Tensor, logprobs: Tensor, limit: float, step: 
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale (arXiv 1710.03740, sec. 3.2), for fp16: doubles after 400 good steps,
-    halves on overflow. Other dtypes have a constant scale of 1."""
+    """Dynamic loss scale (arXiv 1710.03740, sec. 3.2), for fp16: doubles after 400 good steps in a
+    row, up to 2^24, and halves on overflow, down to 1. Other dtypes have a constant scale of 1."""
 
     scale: float = 1.0
     dynamic: bool = False

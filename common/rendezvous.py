@@ -72,12 +72,12 @@ def answer_ranks(store: dist.Store, name: str, size: int, deadline: float) -> No
         missing = [rank for rank in missing if not store.check([f"{name}/{rank}"])]
 
 
-def pause(deadline: float, missing: str) -> None:
-    """Wait for 0.1 s. SystemExit after the deadline."""
+def pause(deadline: float, problem: str) -> None:
+    """Wait for 0.1 s. SystemExit with the problem after the deadline."""
     if time.monotonic() > deadline:
-        line = f"[rank {os.environ['RANK']}] {missing} after {gather_seconds():g} s"
+        line = f"[rank {os.environ['RANK']}] {problem} after {gather_seconds():g} s"
         raise SystemExit(f"{line} (GATHER_SECONDS=600 waits longer)")
-    break_silence(missing)
+    break_silence(problem)
     time.sleep(0.1)
 
 
@@ -111,8 +111,8 @@ def find_interface(store: dist.Store, rank: int, size: int) -> None:
     """Let gloo and NCCL use the interface that reaches MASTER_ADDR, unless the environment names
     one, or none is found.
 
-    By itself gloo would resolve the host name, often to 127.0.0.1. MASTER_ADDR may resolve to it,
-    too, on its own machine: then the interface is that which reaches another one.
+    By itself gloo would resolve the host name, often to 127.0.0.1. On its own machine MASTER_ADDR
+    may resolve to that, too: then the interface is the one that reaches another machine.
     """
     address = address_towards(os.environ["MASTER_ADDR"]) if size > 1 else "127.0.0.1"
     store.set(f"address/{rank}", address)
@@ -129,8 +129,8 @@ def find_interface(store: dist.Store, rank: int, size: int) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this address; None where the system lists none, as in some
-    sandboxes."""
+    """The network interface with this address; None if there is none, or if the system does not
+    list them, as in some sandboxes."""
     try:
         interfaces = psutil.net_if_addrs()
     except OSError:

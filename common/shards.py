@@ -37,8 +37,8 @@ def save_shards(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """{name: number of the file, of each rank's, that holds it}, from 1; no file is much larger
-    than FILE_BYTES."""
+    """{name: number, from 1, of the file into which each rank writes its shard}. A file is larger
+    than about FILE_BYTES only by its last tensor."""
     numbers: dict[str, int] = {}
     num_bytes = 0  # of all ranks
     for name, tensor in tensors.items():
@@ -97,7 +97,7 @@ def find_checkpoint(
     resume: `auto` takes the run's latest if there is one, `never` none; else a path to a step
     folder, to a run, or to a file that names a step folder beside it (`latest`, `best`).
     identity: what the manifest must have. SystemExit with the remedy for a checkpoint that is
-    missing, damaged, or of another run.
+    missing or damaged, or whose manifest has something else.
     """
     if run_dir.is_file():
         raise SystemExit(f"--output-dir {run_dir} is a file, not a folder")
@@ -132,7 +132,7 @@ def find_checkpoint(
 
 def verify_together(folder: Path, world: World) -> dict:
     """The manifest of a step folder, whose files are verified by all ranks, each a share.
-    SystemExit on all of them for a damaged one, with the checkpoint before it."""
+    SystemExit on all of them if the folder is damaged; it names the checkpoint before it."""
     manifest: dict = {}
     problem = ""
     try:

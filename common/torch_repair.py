@@ -42,7 +42,7 @@ def repair_torch_companions() -> None:
         return
     for name in ("torchaudio", "torchcodec"):
         sys.modules.setdefault(name, None)
-    # read, since importing it takes most of a second
+    # a CUDA build; the file is read, since importing torchvision takes most of a second
     if "+cu" in Path(spec.origin).with_name("version.py").read_text():
         for name in ("nms", "qnms"):
             torch.library.define(

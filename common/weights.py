@@ -24,8 +24,9 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def transpose_back() -> None:
     """Have transformers write the experts of Qwen3-VL as they were published.
 
-    It transposes an expert that it reads if the shape is not the module's, and asks the same when
-    it writes one. There the shape is always the module's: none would be transposed back.
+    It transposes an expert that it reads if the shape is not the module's, and applies the same
+    condition to one that it writes. That always has the module's shape: none would be transposed
+    back.
     """
     transpose = transformers.core_model_loading.Transpose
     transpose.reverse_op = property(lambda self: transpose(self.dim1, self.dim0))
@@ -45,10 +46,11 @@ def as_saved(
 
 def saved_sizes(model: nn.Module, path: str) -> dict[str, int]:
     """{name: number of elements} of the weights in a folder's files, as a sync sends them, and of a
-    tied head, which the files lack. `model`: its skeleton.
+    tied head, which most files lack. `model`: its skeleton.
 
-    What the files hold beyond the model, and transformers ignores, is left out. Files of a backbone
-    alone lack its prefix. SystemExit if transformers does not give back what it has read.
+    What transformers ignores in the files, since it is not part of the model, is left out. Files of
+    a backbone alone lack the backbone's prefix, which is put in front of their names. SystemExit if
+    transformers does not give back what it has read.
     """
     loaded_model, _, tensors_in_files = load_on_meta(model, path, "--model")
     weights = [*loaded_model.named_parameters(), *saved_buffers(loaded_model)]

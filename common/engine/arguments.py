@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-# What --engine-args may set: how vLLM uses the machine, and nothing that decides what is sampled.
+# What --engine-args may set: how vLLM uses the machine, not what it samples from.
 FREE_ARGS = [
     "async_scheduling",
     "attention_backend",
@@ -57,7 +57,8 @@ HARMFUL_ARGS = {
 
 
 def check_engine_args(names: Iterable[str], on_gpu: bool) -> None:
-    """SystemExit for a name in --engine-args that is not one of `FREE_ARGS`, or not on CPUs."""
+    """SystemExit for a name in --engine-args that is not in `FREE_ARGS`, or that needs a GPU
+    where there is none."""
     for name in names:
         if name == "enable_chunked_prefill" and not on_gpu:
             # it makes vLLM rewind a request's random generator, which CPU generators cannot do

@@ -17,7 +17,7 @@ class WeightBooks:
 
     def record(self, weights: Weights) -> Weights:
         """Pass the weights on, and count them. Until `close` the engine holds no usable weights.
-        RuntimeError for a weight that is not expected, or was sent before."""
+        RuntimeError for a weight that is not expected, has another size, or was sent before."""
         self.step = None
         self.sent = set()
         for name, tensor in weights:

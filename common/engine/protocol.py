@@ -26,7 +26,7 @@ class EngineConfig:
     max_model_len: int  # longest prompt with its response (tokens)
     ranks: int = 1  # number of consecutive ranks that share it
     memory_gib: float = 1.0  # of the KV cache
-    num_samples: int = 1  # that a step has under way in it
+    num_samples: int = 1  # samples of one training step that it has under way together
     sleep_level: int = SLEEP_LEVEL  # see --sleep-level
     trust_remote_code: bool = False
     vision: Vision | None = None
@@ -43,8 +43,8 @@ class Engine(Protocol):
     """
 
     dtype: torch.dtype  # of its weights
-    # how the weights of a sync are named and divided: as in the checkpoint, where each expert is by
-    # itself, or as in transformers' modules, which fuse experts
+    # how the weights of a sync are named and divided: as in the checkpoint, or as in transformers'
+    # modules, which fuse experts that most checkpoints have one by one
     weight_names: Literal["checkpoint", "modules"]
 
     def wake(self, part: str) -> None:
@@ -72,8 +72,8 @@ class Engine(Protocol):
 
 
 def without_placeholder(completion: Completion, placeholders: Collection[int]) -> Completion:
-    """A completion that ends before a sampled placeholder of a picture, for which there is no
-    picture."""
+    """The completion, without its last token if that is a placeholder of a picture: there is no
+    picture for one that was sampled."""
     token_ids = completion.token_ids
     if token_ids and token_ids[-1] in placeholders:
         return Completion(token_ids[:-1], completion.logprobs[:-1], "vision_token")

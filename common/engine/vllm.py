@@ -4,7 +4,7 @@ vLLM.
 The calls of one training step: wake("weights") -> sync_weights -> wake("kv_cache") -> submit, step
 ... -> sleep.
 
-Beside vllm_repairs.py and the trial of doctor.py no other file of common/ uses attributes of vLLM.
+Apart from vllm_repairs.py and `try_vllm` in doctor.py no other file of common/ imports vLLM.
 Tested with vLLM 0.32.0 and 0.26.0 (which drops the times of videos).
 """
 
@@ -49,7 +49,7 @@ CAPTURE_ARGS = {
     "enforce_eager",
     "max_cudagraph_capture_size",
 }
-BATCH_TOKENS = 8192  # that vLLM computes together, or more if a prompt with its response has more
+BATCH_TOKENS = 8192  # computed together; more if a prompt with its response has more
 FRAMES_PER_SECOND = 2.0  # of each video, as vLLM is told
 # engines that live until the process ends: shutting vLLM down takes more than a second
 _alive: list[object] = []
@@ -379,8 +379,8 @@ class VllmEngine(Engine):
 
     @memory_advice("the rollout")
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """Sample one more token of each request; returns (key, completions) of the requests that
-        this completed."""
+        """Sample one more token of each sample that vLLM has begun; returns (key, completions) of
+        the requests that this completed."""
         finished = []
         for output in self.llm.llm_engine.step():
             if not output.finished:

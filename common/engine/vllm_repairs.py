@@ -1,6 +1,7 @@
 """What vLLM does wrong in this process, or to weights that are replaced, and its repair.
 
-Each was seen in vLLM 0.32.0; `tests/runs/test_engine_families.py` fails without it.
+Each was seen in vLLM 0.32.0. Without a repair tests fail: `tests/runs/test_engine_families.py`, for
+`share_the_machine` test_grpo_engines.py and test_engine_parallel.py beside it.
 """
 
 from collections.abc import Iterator
@@ -77,8 +78,8 @@ def rotate_rows() -> None:
 
 
 def leave_transformers_alone() -> None:
-    """vLLM's transformers backend rewrites transformers' class of the decoder for torch.compile, in
-    this process, where the trainer uses it, too. Without that the backend is not compiled."""
+    """For torch.compile vLLM's transformers backend rewrites transformers' class of the decoder,
+    which the trainer uses in this process, too. Prevent that: the backend then runs uncompiled."""
     from vllm.model_executor.models.transformers.base import Base
 
     Base._decorate_for_torch_compile = lambda self: None
@@ -108,7 +109,7 @@ class GptOssWeights:
 
     @torch.no_grad()
     def copy_sinks(self, model: nn.Module) -> None:
-        """Into vLLM's model, those of this rank's heads."""
+        """Copy the sinks of this rank's heads into vLLM's model."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         for name, tensor in self.sinks.items():

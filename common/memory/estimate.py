@@ -34,8 +34,8 @@ def cache_gib(rollout: Rollout, on_gpu: bool) -> float:
 def layer_bytes(shape: ModelShape, rollout: Rollout, machine: Machine, dtype: torch.dtype) -> float:
     """Bytes that the forward of one layer keeps for its backward, for one token.
 
-    In bf16, with as many heads of keys as of queries, 24 hidden + 8 mlp; compiled 16 hidden +
-    6 mlp.
+    In bf16, without sdpa, with as many heads of keys as of queries, 24 hidden + 8 mlp; compiled
+    16 hidden + 6 mlp.
     """
     itemsize = dtype.itemsize
     keys = shape.keys
@@ -186,7 +186,7 @@ class TrainerBytes:
     adam: float  # on the host with --offload optimizer
     # of each trained model, the parameters in this rank's optimizer: a number, not bytes
     trainable: list[float]
-    total: float  # on the device: weights, NCCL's buffers, Adam's state
+    total: float  # weights, NCCL's buffers, and Adam's state unless it is on the host
 
 
 def trainer_bytes(

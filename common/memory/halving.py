@@ -18,21 +18,21 @@ from common.progress import say
 
 # bytes of a rank that an update leaves free: for what follows it, page tables, other programs
 RESERVE = 2**28
-# the smallest number of bytes so far that were data of this process, and not in memory
+# the fewest bytes so far of this process's data that were not in memory
 _untouched = [2**63]
 
 
 @contextmanager
 def limited_memory(device: torch.device) -> Iterator[None]:
-    """On a CPU: make it an exception, as on a GPU, to take more than this rank's share of the free
-    memory. Otherwise the kernel kills a process that takes the last of it.
+    """On a CPU: whoever takes more than this rank's share of the free memory gets an exception, as
+    on a GPU. Otherwise the kernel kills a process that takes the last of it.
 
     The limit holds for all private data of the process, present data included, as Linux counts it
     since 4.7. The phases of the engine have no limit: it takes what --engine-memory says.
     """
     data = status_bytes("VmData")
     resident = status_bytes("RssAnon")
-    if device.type != "cpu" or not resident:
+    if device.type != "cpu" or not resident:  # 0 without Linux's /proc
         yield
         return
     # Data that are not in memory: stacks of threads, which are hardly touched, and what malloc has
@@ -61,14 +61,14 @@ def remembered_budget(run_dir: Path, budget: int) -> int:
 
 
 def remember_budget(budget: int, run_dir: Path) -> None:
-    """Write the tokens of a micro-batch that fit into the run folder."""
+    """Write into the run folder how many tokens a micro-batch now has."""
     with suppress(OSError):  # on a full disk it is forgotten; several ranks may write the same
         run_dir.mkdir(parents=True, exist_ok=True)
         replace_file(run_dir / "micro_batch_tokens", lambda path: path.write_text(str(budget)))
 
 
 def same_command(budget: int, run_dir: Path) -> str:
-    """How a run goes on that ends because its micro-batches have become smaller."""
+    """How to go on with a run that ends because its micro-batches have become smaller."""
     return (
         f"--micro-batch-tokens is now {budget}; the same command with --output-dir {run_dir} goes "
         "on (torchrun --max-restarts 9 repeats it)"
@@ -78,10 +78,10 @@ def same_command(budget: int, run_dir: Path) -> str:
 def halve_budget(
     budget: int, model: nn.Module, world: World, run_dir: Path, error: Exception
 ) -> int:
-    """Half the tokens of a micro-batch, which the run folder remembers. The gradients of `model`
-    are dropped.
+    """Halve the tokens of a micro-batch, write that into the run folder, and drop the gradients of
+    `model`. Returns the new number; SystemExit if it would be less than 128.
 
-    SystemExit on several ranks, since the others are in a collective by now: a restart goes on from
+    On several ranks SystemExit, since the others are in a collective by now: a restart goes on from
     the last checkpoint in smaller pieces, with the same gradients. The same if `error` says that no
     kernels can be made.
     """

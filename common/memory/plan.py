@@ -59,11 +59,14 @@ def memory_plan(
     needs, and names the cheapest change of flags if a phase may not fit. All ranks call it
     together.
 
-    A size is the largest with which a phase takes at most the share ROOM of the free memory of the
-    tightest rank: the KV cache by the rollout, if the engine sleeps on a GPU; the micro-batch, of
-    at most `most_tokens`, by the update. `--activation-memory auto` is the share with which the
-    update fits and takes least time. On CPUs a plan that chose the micro-batch has a `refusal` if
-    a phase still does not fit: the kernel would kill the run without a message.
+    A chosen size is the largest with which a phase takes at most the share ROOM of the free memory
+    of the tightest rank. For the KV cache, chosen only if the engine sleeps on a GPU, that phase is
+    the rollout; for the micro-batch, a power of two up to `most_tokens`, it is the update. Both
+    have room for an episode, whether that fits or not.
+    `--activation-memory auto` is the share with which the update fits and takes least time. On CPUs
+    a plan that chose the micro-batch has a `refusal` if a phase still does not fit: the kernel
+    would kill the run without a message.
+
     trained, frozen, reward_model, teacher: folders. SystemExit if the KV cache does not fit beside
     the engine's weights.
     """

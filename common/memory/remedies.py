@@ -8,11 +8,11 @@ from typing import Any
 
 from common.flags import Machine, Rollout
 
-ROOM = 0.9  # share of the free memory that a run fills by itself
+ROOM = 0.9  # share of the free memory that a run fills with sizes that it chooses
 STEP = 128  # tokens: micro-batches are padded to multiples of it
 PHASES = ("rollout", "scoring", "update")
-# {share of the activations that compiled layers keep: about the share of a step's time that the
-# rest costs, which they compute again}
+# {share of the activations that compiled layers keep: about the share of a step's time that they
+# take to compute the others again}
 ACTIVATION_SHARES = {1.0: 0.0, 0.7: 0.02, 0.5: 0.05, 0.3: 0.15}
 
 # (rollout, machine, ranks) -> gigabytes of each phase
@@ -22,7 +22,7 @@ Phases = Callable[[Rollout, Machine, int], dict[str, float]]
 @dataclass(frozen=True)
 class Remedy:
     """A change of flags, or of the number of GPUs. Its cost is about the share of a step's time
-    that it takes; more GPUs cost more than all flags together, as the last resort."""
+    that it takes; more GPUs, the last resort, cost more than all other remedies together."""
 
     words: str = ""  # the flags, as one types them
     cost: float = 0.0
@@ -96,8 +96,8 @@ def micro_batch_cost(tokens: int) -> float:
 def cheapest_share(
     phases: Phases, rollout: Rollout, machine: Machine, ranks: int, room_gb: float, most_tokens: int
 ) -> float:
-    """The share of the activations with which an update takes least time, of those with which it
-    takes at most `room_gb`; the smallest share if it takes more with each.
+    """The share of the activations to keep: of the shares with which an update fits into `room_gb`
+    the one with which it takes least time; the smallest one if it fits with none.
 
     This is the largest share that fits, unless the run also chooses its micro-batches: then a
     smaller one may leave room for larger micro-batches, of at most `most_tokens`.
@@ -125,7 +125,8 @@ def remedies(
     has_reference: bool,
     engine_parallel_sizes: Sequence[int],
 ) -> Iterator[list[Remedy]]:
-    """The alternatives for each flag that may help; the first one leaves the flag as it is.
+    """The alternatives for each flag, or number of GPUs, that may help; the first one changes
+    nothing.
 
     engine_parallel_sizes: possible values of --engine-parallel.
     """
@@ -153,7 +154,7 @@ def remedies(
     parts_on_host = set(machine.offload.split(",")) - {""}
     offloads = [no_change]
     idle_model = "base" if machine.lora_rank else "reference"
-    # the plan counts no reference on the device if it is on the host
+    # `has_reference` is false for a reference that is on the host already
     can_move = machine.lora_rank > 0 or has_reference or "reference" in parts_on_host
     for parts, cost in (
         ([idle_model], 0.1),
@@ -177,7 +178,7 @@ def remedies(
             words = f"--engine-parallel {size}"
             engines.append(Remedy(words, cost=0.1 * size, rollout={"engine_parallel": size}))
         yield engines
-    if machine.strategy == "fsdp" and not machine.shard_size:
+    if machine.strategy == "fsdp" and not machine.shard_size:  # else shards stay as large
         more_gpus = [no_change]
         for times in (2, 4, 8, 16):
             more_gpus.append(Remedy(cost=2.0 * times, gpus=times))
