@@ -344,7 +344,7 @@ def flash_inputs(units: list[list[int]], device: torch.device) -> dict[str, obje
 def block_masks(
     units: list[list[int]], windows: Sequence[int | None], device: torch.device
 ) -> "dict[int | None, flex.BlockMask]":
-    """A block mask for each window; those that are longer than all texts share one."""
+    """A block mask for each window; those that hide nothing of any text share one."""
     # a text is a prompt with one of its responses
     longest_text = max(unit[0] + max(unit[1:], default=0) for unit in units)
     masks: dict[int | None, flex.BlockMask] = {}
@@ -478,7 +478,7 @@ def _blocks_touched(start: int, end: int) -> slice:
 
 
 def _blocks_inside(start: int, end: int) -> slice:
-    """The blocks that hold no other token."""
+    """The blocks that hold no token outside of `start` to `end`."""
     return slice(ceil(start / BLOCK), end // BLOCK)
 
 

@@ -26,10 +26,10 @@ def balance_ranks(
     """`sampled`, `trained` and `split` after whole groups have moved, so that in each minibatch all
     ranks have about as many tokens to compute. All ranks call it together.
 
-    sampled: this rank's episodes, those of `trained` among them. split: for each minibatch the
-    indices of its episodes in `trained`. share_prompts: whether the prompt of a group is computed
-    once, or before each of its responses. The result depends on the groups alone, not on the ranks
-    that have sampled them, and so is the same for a dump that is replayed.
+    sampled: this rank's episodes. trained: those of them to train on, or copies. split: for each
+    minibatch the indices of its episodes in `trained`. share_prompts: whether the prompt of a group
+    is computed once, or before each of its responses. Which rank trains on a group depends on the
+    groups alone, not on the ranks that have sampled them: a replay of a dump has the same result.
     """
     if world.size == 1:
         return sampled, trained, split
@@ -69,7 +69,7 @@ def num_tokens(group: list[Episode], share_prompts: bool = True) -> int:
 
 def rank_of_prompts(groups: list[Group], num_ranks: int) -> dict[int, int]:
     """{prompt: rank}: the groups of a minibatch, longest first, each to the rank that has the
-    fewest tokens of it so far."""
+    fewest tokens of that minibatch so far."""
     rank_of: dict[int, int] = {}
     loads_of: dict[int, list[int]] = {}  # minibatch: tokens of each rank
     for group in sorted(groups, key=lambda group: (-group.tokens, group.prompt)):

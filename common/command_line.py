@@ -183,6 +183,6 @@ def help_lines(action: argparse.Action, default: Any) -> list[str]:
         text += f" ({choices})"
     lines = textwrap.wrap(text, width=80 - HELP_COLUMN, break_on_hyphens=False)
     indented = [" " * HELP_COLUMN + line for line in lines]
-    if not lines or len(left) >= HELP_COLUMN:  # a fork's flag or default
+    if not lines or len(left) >= HELP_COLUMN:  # no help, or a long flag or default of a fork
         return [left, *indented]
     return [left.ljust(HELP_COLUMN) + lines[0], *indented[1:]]

@@ -96,7 +96,7 @@ class _Compare(torch.autograd.Function):
         # what the backward needs of each row
         logsumexp = torch.empty_like(columns.divergence)
         teacher_logsumexp = torch.empty_like(logsumexp)
-        mean_derivative = torch.empty_like(logsumexp)  # of D by p, under p
+        mean_derivative = torch.empty_like(logsumexp)  # the mean of dD/dp under p
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _slices(len(targets), max_words, hidden.device):
                 logits = student.scaled_logits(rows)

@@ -16,7 +16,7 @@ from common.vision import FAMILIES, skeleton
 
 fsdp = Later("torch.distributed.fsdp")
 # how far, in the mean, log-probs of a micro-batch may be from those of single texts; in 16 bits as
-# far as an engine's
+# far as an engine's in bf16
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 # model types that are read neither in packs nor in rows
 REFUSALS = {
@@ -116,9 +116,9 @@ def exact_attention(model: nn.Module, attention: str, machine: Machine) -> str:
 def choose_compile(
     model: nn.Module, attention: str, machine: Machine, device: torch.device
 ) -> tuple[bool, str]:
-    """Whether the layers of a model are compiled, and why not ("" if a flag decides). Without
-    --compile and --no-compile they are for the model types in COMPILED, on a GPU with flex
-    attention."""
+    """Whether the layers of a model are compiled, and why not ("" if they are, or if a flag
+    decides). Without --compile and --no-compile they are for the model types in COMPILED, on a GPU
+    with flex attention."""
     model_type = model.config.get_text_config().model_type
     if machine.compile is not None:
         return machine.compile, ""
@@ -192,7 +192,7 @@ def check_policy(policy: nn.Module, dtype: torch.dtype, name: str) -> None:
 
 
 def _logprobs(policy: nn.Module, episodes: list[Episode]) -> Tensor:
-    """Log-probs [T] of all tokens, as a step computes them."""
+    """Log-probs [T] of all response tokens, as a step computes them."""
     index = TokenIndex(episodes)
     indices = range(len(episodes))
     layout = layout_of(policy.attention)

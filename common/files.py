@@ -91,7 +91,7 @@ class FirstRetry(logging.Filter):
 @contextmanager
 def hub_errors() -> Iterator[None]:
     """Around a download from the hub: ConnectionError with one line if it does not answer or
-    refuses; SystemExit if the disk is full, or its folder cannot be written."""
+    refuses; SystemExit if the disk is full, or HF_HOME cannot be written."""
     logger = logging.getLogger("huggingface_hub.utils._http")
     first_retry = FirstRetry()
     logger.addFilter(first_retry)

@@ -220,7 +220,7 @@ class Rollout:
 
     @property
     def uses_vllm(self) -> bool:
-        """--engine; auto means vLLM wherever it is installed."""
+        """Whether --engine is vLLM; auto means vLLM wherever it is installed."""
         if self.engine == "auto":
             return find_spec("vllm") is not None
         return self.engine == "vllm"
@@ -429,7 +429,8 @@ def check_reward_timeout(flags: Any, deadline_s: float) -> None:
 
 
 def step_range(text: str | None) -> range:
-    """The steps of --profile-steps A:B, from the first to the last; none of None."""
+    """The steps of --profile-steps A:B, from the first to the last; none for None. SystemExit for
+    another text."""
     if text is None:
         return range(0)
     match = re.fullmatch(r"([1-9]\d{0,8}):(\d{1,9})", text)

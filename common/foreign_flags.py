@@ -1,5 +1,5 @@
-"""Answers to flags that a script does not have: what a key of TRL, verl or LLaMA-Factory is here,
-which script has a flag, what became of one that is gone."""
+"""Answers to flags that a script does not have: what a key of another system (TRL, verl, ...) is
+here, which script has a flag, what became of one that is gone."""
 
 import difflib
 import re
@@ -18,7 +18,7 @@ SEE_PAGE = "; see docs/from_verl_trl.md"
 KEY_OF_VERL = re.compile(r"\+*([a-z_]\w*(?:\.[a-z_]\w*)+|(?<=\+)\w+)=.*", re.IGNORECASE | re.DOTALL)
 NAME = re.compile(r"--[a-z][a-z-]*")  # a flag in an answer
 LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")  # a page's [text](address)
-SIMILAR = 0.7  # how alike two names are, of 1, that one is proposed for the other
+SIMILAR = 0.7  # of 1: how similar a flag must be to be proposed for an unknown one
 BOOLEANS = ("true", "false", "yes", "no", "1", "0")  # what other systems write behind a switch
 SCRIPTS_WITH = {  # the flags that only some scripts have, without those of groups
     "--objective": "grpo.py",
@@ -71,14 +71,15 @@ SCRIPTS_WITH = {  # the flags that only some scripts have, without those of grou
 def refuse_foreign_flags(
     arguments: list[str], script_flags: set[str], rollout_flags: set[str], switches: set[str]
 ) -> None:
-    """SystemExit with the answers to all flags and keys that the script does not have, if one of
-    them is another script's or system's, and to values behind flags that take none.
+    """SystemExit with an answer to each flag and key that the script does not have, if at least one
+    of them is another script's or system's, or if a value stands behind a flag that takes none.
 
     script_flags: those that the script has; rollout_flags: those of the group that sft.py lacks;
     switches: those of script_flags that take no value.
     """
     refusals: dict[str, str] = {}  # {flag or key: its answer}
-    unknown: dict[str, str] = {}  # these alone are left to tyro, which names the nearest flag
+    # left to tyro, which names the nearest flag, unless there is a refusal
+    unknown: dict[str, str] = {}
     for argument, previous, following in neighbours(arguments):
         follows_flag = previous.startswith("--") and "=" not in previous
         is_value = follows_flag and flag_of(previous) not in switches
@@ -164,8 +165,8 @@ def answer_to(name: str, script_flags: set[str], rollout_flags: set[str]) -> str
 
 @cache
 def foreign_keys() -> dict[str, tuple[str, str]]:
-    """{key of another system, written as a flag: (what it is here, a note)}. Only a command line
-    with such a key reads the file, which takes longer than to read the flags of a script."""
+    """{key of another system, written as a flag: (what it is here, a note)}. The file is read only
+    for a flag or key that the script lacks: it takes longer than the script's own flags."""
     keys: dict[str, tuple[str, str]] = {}
     for table in tomllib.loads(TABLES.read_text("utf-8")).values():
         for key, (replacement, note) in table.items():
@@ -185,5 +186,5 @@ def owners_of(name: str, rollout_flags: set[str]) -> str:
 
 
 def plain(answer: str) -> str:
-    """An answer without a page's marks of code and links."""
+    """An answer without the Markdown of code and links."""
     return LINK.sub(r"\1", answer).replace("`", "").replace("\\", "")

@@ -175,7 +175,8 @@ class Job:
         trained, frozen, reward_model, teacher: folders of the models that share the memory, the
         policy first. replayed_tokens: micro-batch tokens of the update that --replay repeats.
         most_tokens: upper limit of `micro_batch_tokens` if the plan chooses them. SystemExit if a
-        CPU's memory is too small to begin.
+        CPU's memory, or the room for the KV cache, is too small, and for --replay with
+        --activation-memory auto.
         """
         if replayed_tokens and self.activation_memory == "auto":
             raise SystemExit(
@@ -287,7 +288,7 @@ class Job:
         self, path: str, policy: nn.Module, max_model_len: int, model_class: type[Policy]
     ) -> nn.Module:
         """A frozen teacher of class `model_class`, in the dtype that FSDP2 would cast it to; with
-        LoRA the policy's base, if it has the same weights. max_model_len: longest prompt with its
+        LoRA the policy's base, if `path` is --model's. max_model_len: longest prompt with its
         response (tokens) that it reads."""
         self._register_frozen("teacher", path, "another teacher")
         if self.machine.lora_rank and path == self.model_folder:
@@ -516,7 +517,7 @@ def read_micro_batch_tokens(checkpoint: Path) -> int | None:
 
 def read_activation_memory(checkpoint: Path) -> float | str:
     """The share that --activation-memory auto became in the run that wrote a checkpoint, so that a
-    resume rounds alike; "auto" if it does not say."""
+    resume rounds alike; "auto" if it does not say. SystemExit if it is damaged."""
     share = read_manifest(checkpoint).get("activation_memory", "auto")
     if share not in ("auto", *ACTIVATION_SHARES):
         raise SystemExit(

@@ -1,5 +1,5 @@
 """Memory and CPUs that a process may use: those of the machine, within the limits of its control
-groups (cgroups).
+groups (cgroups, version 1 or 2).
 
 A container, a job of Slurm or a service of systemd is a control group, whose limits hold for all
 that runs in it. /proc/meminfo and os.cpu_count() do not show them. Without torch.

@@ -14,7 +14,7 @@ CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**25}
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model makes of x = hidden @ weight.T: logits scale * x, with a soft cap
+    """How a model makes logits of x = hidden @ weight.T: scale * x, or with a soft cap
     softcap * tanh(scale * x / softcap)."""
 
     scale: float = 1.0
@@ -157,8 +157,8 @@ def _logit_gradients(
 ) -> Tensor:
     """d loss / d products [N, W], of the dtype of `products`, which may be overwritten.
 
-    places [N]: the target's column, which may lie outside of [0, W). The others are [N, 1];
-    gradients are divided by the temperature.
+    places [N]: the target's column, which may lie outside of [0, W). The other tensors are [N, 1];
+    grad_logprobs and grad_entropy are given divided by the temperature.
     """
     # With p = softmax(z):  d logp_y / dz = onehot(y) - p,   d H / dz = -p * (log p + H)
     logits = transform.apply(_wide(products))
@@ -196,7 +196,7 @@ def in_one_kernel(function: Callable, device: torch.device) -> Callable:
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Whether torch.compile makes kernels for a device: GPUs of capability 8.0 or more."""
+    """Whether functions are compiled for a device: for GPUs of capability 8.0 or more."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
 
@@ -206,9 +206,10 @@ def _compiled(function: Callable) -> Callable:
 
 
 def _slices(rows: Tensor, others: Tensor) -> list[slice]:
-    """Slices of `rows` such that rows[slice] @ others.T has at most CHUNK_ELEMENTS."""
+    """Slices of `rows` such that rows[slice] @ others.T has at most CHUNK_ELEMENTS, or in 16 bits
+    twice as many if functions are compiled."""
     elements = CHUNK_ELEMENTS[rows.device.type]
     if has_compiler(rows.device) and rows.element_size() == 2:
-        elements *= 2  # there are no logits in float32
+        elements *= 2  # compiled functions make no tensor of logits in float32
     size = max(1, elements // max(len(others), 1))
     return [slice(start, start + size) for start in range(0, len(rows), size)]

@@ -1,4 +1,5 @@
-"""Ends a program with one line if the packages are missing. Programs import it before those."""
+"""Ends a program with one line if the packages it needs are not installed: one of them is looked
+for. Programs import this before any package."""
 
 import sys
 from importlib.util import find_spec

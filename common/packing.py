@@ -8,8 +8,8 @@ end. Only trained tokens have a target. They are addressed by flat indices, so n
 multiplied by a padded mask.
 
 With --attention rows each episode has a row of its own, padded on the right, which any causal model
-can read. With --attention flash a pack has no shared prompts: each response follows a copy of its
-own.
+can read. With --attention flash a pack has no shared prompts: each response follows its own copy
+of the prompt.
 """
 
 from collections.abc import Callable, Sequence

@@ -43,7 +43,8 @@ def share_prompts(model: nn.Module) -> None:
     did before, with the same functions.
 
     The functions are replaced in the module of transformers that defines the model, once for all
-    models of its kind in this process. SystemExit if they are not where transformers has them.
+    models of its kind in this process. SystemExit if it lacks the convolution, which all recurrent
+    layers have, or if the package kernels hides a function.
     """
     modeling = sys.modules[type(model).__module__]
     kind = model.config.model_type
@@ -64,8 +65,9 @@ def share_prompts(model: nn.Module) -> None:
 def taking_units(function: Callable, over_pack: Callable) -> Callable:
     """`function`, and `over_pack` in its place if a layer passes `units`.
 
-    In packs the function is always transformers' own in torch. Under the same name it may call a
-    kernel of flash-linear-attention, causal-conv1d or mamba-ssm, if that is installed.
+    Packs are always computed by transformers' own function in torch. Its wrapper of the same name
+    calls a kernel of flash-linear-attention, causal-conv1d or mamba-ssm instead, if that is
+    installed.
     """
     function_in_torch = inspect.unwrap(function)
 

@@ -35,7 +35,7 @@ MAX_EXAMPLES = 20  # tokens that a message names
 
 def find_teacher(job: Job, name: str | None, max_model_len: int) -> str:
     """The folder of the teacher; that of the student if there is no name. If --attention is auto
-    and only rows can hold the teacher, `job.attention` becomes rows, for the student too.
+    and the teacher can only be read in rows, `job.attention` becomes rows, for the student too.
 
     max_model_len: longest prompt with its response (tokens) that it reads. SystemExit if it cannot
     judge the student's tokens.
@@ -82,7 +82,8 @@ def check_positions(max_model_len: int, positions: float, label: str) -> None:
 
 
 def check_same_shapes(job: Job, path: str) -> None:
-    """SystemExit unless the engine of the student can take the teacher's weights."""
+    """SystemExit if the teacher is --model itself, or if the student's engine cannot take its
+    weights."""
     problem = ""
     if path == job.model_folder:
         problem = "is --model itself"
@@ -170,7 +171,7 @@ class Responses:
     """The responses of a data set: texts of a column of its rows."""
 
     def __init__(self, job: Job, data: Data, train_data: PromptData, column: str):
-        """SystemExit for rows without one, unless --bad-rows drop leaves them out."""
+        """SystemExit for rows without a usable one, unless --bad-rows drop leaves them out."""
         self.tokenizer = job.tokenizer
         self.files = train_data.files
         self.column = column
@@ -227,7 +228,7 @@ class Predictor(Policy):
         """Log-probs [N] and entropy [N], as `Policy` has them. With a `teacher`: the `Comparison`
         by the divergence of `terms`. With `as_teacher`: the model's own `Prediction`."""
         if teacher is None:
-            # a teacher may lack the padding at the end of the student's vocabulary
+            # this may be a teacher, without the padding at the end of the student's vocabulary
             num_embeddings = self.model.get_input_embeddings().weight.shape[0]
             batch = replace(batch, input_ids=batch.input_ids.clamp(max=num_embeddings - 1))
         if teacher is None and not as_teacher:

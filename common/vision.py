@@ -33,7 +33,7 @@ FAMILIES = {
 UNREAD_PICTURES = (
     f"has pictures, and the model reads text alone (those that see are {', '.join(FAMILIES)})"
 )
-# attributes of a config: ids of tokens that stand for pictures or sounds, or that announce some
+# attributes of a config: ids of tokens that stand for pictures or sounds, or enclose them
 PLACEHOLDERS = [
     "audio_token_id",
     "boa_token_id",
@@ -263,7 +263,8 @@ def is_composite(config) -> bool:
 
 
 def placeholder_ids(config) -> set[int]:
-    """Tokens of a composite that stand for pictures or sounds; empty for a model of text."""
+    """Tokens of a composite that stand for pictures or sounds, or enclose them; empty for a model
+    of text."""
     if not is_composite(config):
         return set()
     ids = {getattr(config, name, None) for name in PLACEHOLDERS}
