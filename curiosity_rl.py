@@ -8,8 +8,8 @@ word-for-word copy whose dual clip is not used: no KL, corrections or entropy bo
 
 Where this differs from the released code:
 
-1. The bonus is the paper's by default, and its code's with --curiosity repo. Correctness is 0 or 1;
-   an answer that cannot be parsed scores 0.
+1. The bonus is the paper's by default, and its code's with --curiosity repo. The built-in rule for
+   visual questions gives 0 or 1, and 0 to an answer that cannot be parsed.
 2. Training uses what was sampled: token ids from the engine, M-RoPE positions, crops of the
    original picture.
 3. One denominator, as in grpo.py; --reduction dr_grpo divides by a constant. The loss is not
@@ -167,8 +167,8 @@ def curiosity_terms(
     penalty: float,
     free_calls: int,
 ) -> tuple[float, float]:
-    """(bonus, cost) to add to the score of a trajectory, right or wrong; the cost is <= 0. Without
-    calls both are 0.
+    """(bonus, cost) to add to the score of a trajectory, right or wrong; the cost is <= 0. Both are
+    0 without calls, and for the variant "none".
 
     paper (arXiv 2505.15966 eq. 3): bonus alpha * max(target - share_looking, 0), cost penalty *
     min(free_calls - calls, 0). repo: that bonus divided by 4 share_looking (images) or 3
@@ -235,7 +235,7 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     ranks call it.
 
     group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO).
-    rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std of r - mean over
+    rloo: r - mean of the others (arXiv 2402.14740). batch-std: r - mean, divided by its std over
     the groups given on all ranks (REINFORCE++-baseline, 2501.03262). A group of one, or one whose
     scores are all equal, has advantage 0: there is nothing to compare.
     """
@@ -393,6 +393,7 @@ def backward(
         logratio = (logprobs.detach() - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
+        # k3 estimate of KL(rollout's policy || this policy)
         k3 = logratio.exp() - 1 - logratio
         means.add("policy/approx_kl", k3.sum(), count=len(logratio))
     means.add("policy/loss", total_loss)

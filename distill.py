@@ -30,7 +30,8 @@ What this does that others do not:
    --estimator full both inside the student's forward, and again in the backward
    (common/divergence.py).
 2. One denominator: the gradient does not depend on how a batch is split over ranks, micro-batches
-   and packs. The prompt of a group is computed once, by both models.
+   and packs. In a micro-batch each model computes the prompt of a group once, unless --attention
+   is flash or rows.
 3. Rollouts come from a vLLM engine inside the ranks, whose log-probs are compared with the
    trainer's on every step.
 
@@ -487,8 +488,8 @@ def main(args: Args, demo: bool = False) -> None:
         demo=demo,
         training=training,
         max_model_len=args.rollout.max_model_len,
-        # asked for LoRA's --offload reference: there --model as its own teacher is the policy's
-        # base, and no further model
+        # for the check of --offload reference with LoRA: there a teacher that is --model itself is
+        # the policy's base, not a further model
         has_teacher=args.teacher not in (None, args.run.model),
     )
     world, device = job.world, job.world.device
@@ -671,8 +672,8 @@ def main(args: Args, demo: bool = False) -> None:
                 if on_policy:
                     # of this minibatch: with --estimator full no other one has old log-probs
                     indices = [batch.token_index for batch in minibatch.micro_batches]
-                    mb_tokens = tokens[torch.cat(indices).to(device)]
-                    sampled_tokens = mb_tokens[mb_tokens.is_sampled]
+                    minibatch_tokens = tokens[torch.cat(indices).to(device)]
+                    sampled_tokens = minibatch_tokens[minibatch_tokens.is_sampled]
                     gap = checked_gap(
                         sampled_tokens.rollout_logprobs,
                         sampled_tokens.old_logprobs,

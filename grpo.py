@@ -15,7 +15,8 @@ Where this differs from the papers and from most implementations:
 3. Rollouts come from a vLLM engine inside the ranks. A sync fails if a weight is missing, unknown
    or sent twice. The gap between the engine's and the trainer's log-probs is measured on every
    step, and stops the run when it is too large.
-4. The prompt of a group is computed once, followed by its G responses (common/packing.py).
+4. In a micro-batch the prompt of a group is computed once, followed by its responses, unless
+   --attention is flash or rows (common/packing.py).
 
     torchrun --nproc_per_node 2 grpo.py    # embedded demo, minutes on a CPU
     torchrun --nproc_per_node 4 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct \\
@@ -195,7 +196,7 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     ranks call it.
 
     group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO).
-    rloo: r - mean of the others (arXiv 2402.14740). batch-std: (r - mean) / std of r - mean over
+    rloo: r - mean of the others (arXiv 2402.14740). batch-std: r - mean, divided by its std over
     the groups given on all ranks (REINFORCE++-baseline, 2501.03262). A group of one, or one whose
     scores are all equal, has advantage 0: there is nothing to compare.
     """
@@ -250,8 +251,8 @@ def clipped_loss(
 
 
 def sequence_ratio(logprobs: Tensor, logratio: Tensor, episode_of_token: Tensor) -> Tensor:
-    """GSPO's ratio [N]: the geometric mean over the sequence, with the token's gradient (arXiv
-    2507.18071 eq. 14)."""
+    """GSPO's ratio of each token [N]: the geometric mean of the ratios in its sequence, with the
+    gradient of this token alone (arXiv 2507.18071 eq. 14)."""
     mean_logratio = sequence_mean(logratio, episode_of_token).detach()
     return (logprobs - logprobs.detach() + mean_logratio).exp()
 
@@ -459,6 +460,7 @@ def backward(
         logratio = (logprobs.detach() - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
+        # k3 estimate of KL(rollout's policy || this policy)
         k3 = logratio.exp() - 1 - logratio
         means.add("policy/approx_kl", k3.sum(), count=len(logratio))
     means.add("policy/loss", total_loss)
@@ -777,6 +779,7 @@ def main(args: Args, demo: bool = False) -> None:
     for step in profiled(range(start, end), args.run.profile_steps, job.output_dir, world):
         watch = Stopwatch()
         seed_step(args.run.seed, step, world.rank)
+        # sampled: all episodes of this step; episodes: those of them to train on
         if args.rollout.replay:
             sampled, episodes = load_rollouts(args.rollout.replay, step + 1, world, job.limits)
         else:

@@ -6,9 +6,9 @@ every token; a token becomes more likely if the outcome is better than predicted
 
 Where this differs from the papers and from most implementations:
 
-1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages are the
-   returns, not the noise of a random head. --critic-warmup-steps first trains the critic alone, on
-   the initial policy's returns.
+1. The critic's head starts at zero: V = 0 everywhere at first, so the first advantages come from
+   the rewards alone, not from the noise of a random head. --critic-warmup-steps first trains the
+   critic alone, on the initial policy's returns.
 2. One denominator for both losses, of the whole optimizer step: gradients do not depend on how a
    batch is split.
 3. Advantages are whitened over all trained tokens of the step on all ranks. The critic's targets
@@ -268,8 +268,8 @@ def value_loss(
     error = (values - returns).square()
     if not clip:
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
-    # V itself within the range: old + (V - old).clamp(...) would round, and a clip that does
-    # nothing would count as active
+    # V itself is clamped: old + (V - old).clamp(...) would round, and a clip that does nothing
+    # would count as active
     clipped_values = values.clamp(old_values - clip, old_values + clip)
     clipped_error = (clipped_values - returns).square()
     return 0.5 * torch.maximum(error, clipped_error), clipped_error > error
@@ -494,6 +494,7 @@ def backward(
         logratio = (logprobs.detach() - mb_tokens.old_logprobs).clamp(-MAX_LOGRATIO, MAX_LOGRATIO)
         means.add("policy/entropy", entropy.sum(), count=len(entropy))
         means.add("policy/clip_fraction", clipped.sum(), count=len(clipped))
+        # k3 estimate of KL(rollout's policy || this policy)
         k3 = logratio.exp() - 1 - logratio
         means.add("policy/approx_kl", k3.sum(), count=len(logratio))
     means.add("policy/loss", total_loss)

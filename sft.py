@@ -282,7 +282,7 @@ def main(args: Args, demo: bool = False) -> None:
         no_rollout(max_tokens),
         trained=[job.model_folder],
         frozen=[],
-        most_tokens=8192,  # no --micro-batch-tokens above it is chosen
+        most_tokens=8192,  # the largest --micro-batch-tokens that the plan may choose
     )
 
     torch.manual_seed(args.run.seed)  # the same random initialisation everywhere
