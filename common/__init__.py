@@ -1,1 +1,1 @@
-"""Helpers shared by the four scripts: everything that is not the mathematics of an algorithm."""
+"""Helpers shared by the five scripts: everything that is not the mathematics of an algorithm."""

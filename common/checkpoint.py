@@ -347,7 +347,7 @@ def _prune(folder: Path, keep: int) -> None:
             priority = (is_latest, (path / MANIFEST).is_file(), path.stat().st_mtime)
             steps.append((priority, path))
     steps.sort(key=lambda step: step[0])
-    for _, path in steps[: -max(keep, 1)]:
+    for _, path in steps[:-keep]:
         if path.name != pointers.get("best"):
             with suppress(OSError):  # the next save tries again; a file of the user's stays
                 remove_step(path)

@@ -16,7 +16,7 @@ from common.limits import total_memory, usable_cpus
 
 def save_config(run_dir: Path, args: dict, **chosen: str | float | bool) -> None:
     """Write run_dir/config.json: what is needed to run this again, without a host name. `chosen`:
-    what flags that are `auto`, or were not given, became."""
+    what flags that are `auto`, or were not given, became, and the commit of the model."""
     record = {
         "args": args,
         "chosen": chosen,

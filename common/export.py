@@ -311,7 +311,7 @@ def keep_source_files(export: Path, source: Path, tokenizer, dtype: str) -> None
 
 def merge_configs(source_config: dict, export_config: dict) -> dict:
     """The config.json of the source, with the keys that only the export's has, and with the
-    export's "architectures".
+    export's "architectures", the class that was trained.
 
     A part that is a dict in `export_config` alone, such as the text part of Qwen2.5-VL, is left
     out: transformers would read it in place of the keys outside.

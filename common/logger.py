@@ -117,7 +117,7 @@ COLUMNS = {
     "eval/accuracy": ("eval", 5, ".3f"),
     "eval/loss": ("eval loss", 6, ".4f"),
 }
-# those of distill.py besides
+# distill.py has one more
 DISTILLATION_COLUMNS = {"distill/divergence": ("div", 6, ".4f")}
 ALL_COLUMNS = COLUMNS | DISTILLATION_COLUMNS
 # columns that RL leaves out, to make room: its loss says nothing about progress
@@ -244,7 +244,7 @@ def open_logger(job: Job, args: Any, total_steps: int, checkpoints: Checkpoints)
 
 
 def rows_per_step(config: dict[str, Any]) -> int | None:
-    """Rows of the data set that a step takes; None if that varies, as with dynamic sampling."""
+    """Rows of the data set that a step takes; None with --dynamic-sampling or --oversample."""
     if config.get("dynamic_sampling") or config.get("oversample", 1) > 1:
         return None
     return config.get("prompts_per_step") or config.get("batch_size")

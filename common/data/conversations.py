@@ -383,7 +383,8 @@ class Conversations:
 
         picture_tokens: of the pictures in the header.
         """
-        if max_num_tokens(header) + sum(picture_tokens) < self.max_tokens:
+        space = 1  # that a tokenizer may put in front
+        if space + max_num_tokens(header) + sum(picture_tokens) < self.max_tokens:
             return  # without tokenizing it
         num_tokens = self._num_tokens(header, picture_tokens)
         if num_tokens >= self.max_tokens:

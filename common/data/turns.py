@@ -93,6 +93,7 @@ def read_turns(messages: list[dict], tokenizer, max_tokens: int) -> Sample:
                 f"more than {MAX_TURNS} turns of the assistant: split it, or lower --max-tokens"
             )
         full = text if i == indices[-1] else template(messages[: i + 1])
+        # a template that leaves out earlier thoughts may end a header before the last turn did
         is_appended = full.startswith(header) and start >= end
         end = end_of_last_turn(start, full, tokenizer)
         if not is_appended or not text.startswith(full[:end]):

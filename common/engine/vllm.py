@@ -49,6 +49,9 @@ CAPTURE_ARGS = {
     "enforce_eager",
     "max_cudagraph_capture_size",
 }
+# Tokens of a block of the KV cache on CPUs, in place of vLLM's 128: samples of a prompt share its
+# full blocks alone, and compute the rest of it each.
+CPU_BLOCK_SIZE = 32
 BATCH_TOKENS = 8192  # computed together; more if a prompt with its response has more
 FRAMES_PER_SECOND = 2.0  # of each video, as vLLM is told
 # engines that live until the process ends: shutting vLLM down takes more than a second
@@ -231,6 +234,8 @@ def engine_options(config: EngineConfig, on_gpu: bool, model: nn.Module) -> dict
         if has_states(model):
             # vLLM caches the states at the ends of a prompt's chunks: without chunks there are none
             options["enable_prefix_caching"] = False
+        else:
+            options["block_size"] = CPU_BLOCK_SIZE
     if is_composite(model.config) and not config.vision:
         options["language_model_only"] = True
     if config.vision:

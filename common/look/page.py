@@ -129,6 +129,8 @@ def write_page(dump: Path, tokenizer, page: Path | None = None) -> None:
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         rows = read_groups(dump)
+        if not rows:
+            raise pa.ArrowInvalid(f"{dump} has no rows")
         pictures = read_pictures(dump, rows)
         episodes = [page_episode(row, pictures, tokenizer) for row in rows]
         title = f"{dump.absolute().parent.parent.name}, step {rows[0]['step']}"

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 # samples of an evaluation that a rank has under way: as many as vLLM samples together
 MAX_SAMPLES = 256
 MAX_SAMPLES_ON_GPU = 1024  # the same on a GPU; not with tools, whose processes are on the CPU
-# rows with pictures in memory, for each rank that shares an engine: a megapixel takes 3 MB beside
-# its encoded original
+# rows with pictures in memory, those ahead included, for each rank that shares an engine: a
+# megapixel takes 3 MB beside its encoded original
 MAX_ROWS_WITH_PICTURES = 64
-ROWS_AHEAD = 8  # of these rows, those that are opened while earlier ones are sampled
+ROWS_AHEAD = 8  # rows that are opened while earlier ones are sampled
 
 
 @dataclass

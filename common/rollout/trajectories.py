@@ -239,7 +239,7 @@ class Turns:
     def begin(self, key: int, episode: Episode, row: Row, max_tokens: int, seed: str) -> Trajectory:
         """The trajectory of an episode of which nothing was sampled so far."""
         trajectory = Trajectory(key, episode, row, self.protocol_of(row), max_tokens, seed)
-        if episode.finish_reason:  # a picture of the prompt could not be read
+        if episode.finish_reason:  # the row could not be read
             trajectory.ended = True
         elif row.environment is not None:
             trajectory.call = OPENING

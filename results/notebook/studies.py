@@ -294,21 +294,35 @@ def distillation_runs() -> dict[str, Run]:
 
 
 def gym_runs() -> dict[str, Run]:
-    """GRPO on tasks of reasoning-gym, from SmolLM2-135M as it comes; before and after it 8 samples
-    of each held-out row, those of a harder level behind those of the level."""
+    """GRPO and self-distillation on tasks of reasoning-gym, from SmolLM2-135M as it comes; on one
+    of them a second seed, LoRA, and a supervised control. Before and after it 8 samples of each
+    held-out row, those of a harder level behind those of the level."""
     sampling = "--max-prompt-tokens 224 --max-response-tokens 48 --engine-memory 1"
-    score = f"{sampling} --eval-only --eval-rows 192 --eval-samples 8 --eval-temperature 1"
-    grpo = f"""\
-grpo.py --model smollm2 {sampling} --micro-batch-tokens 1024 --prompts-per-step 16 \
---samples-per-prompt 8 --learning-rate 4e-5 --warmup-steps 3 --lr-schedule linear --lr-floor 0.1 \
---total-steps 12 --eval-every 6 --eval-rows 128"""
+    score = f"{sampling} --eval-only --eval-rows 576 --eval-samples 8 --eval-temperature 1"
+    steps = "--warmup-steps 3 --lr-schedule linear --lr-floor 0.1 --total-steps 12 --eval-every 12"
+    train = f"--model smollm2 {steps} --micro-batch-tokens 1024 --eval-rows 512"
+    grpo = f"grpo.py {train} {sampling} --prompts-per-step 16 --samples-per-prompt 8"
+    distill = f"distill.py {train} {sampling} --prompts-per-step 64 --samples-per-prompt 1"
+    sft = f"sft.py {train} --batch-size 32 --learning-rate 1e-4"
     runs = {}
-    for task in ("gcd",):
+    for task in ("letter-counting", "gcd", "family-relationships"):
         rows = f"gym-{task}"
-        policy = f"grpo-{task}-seed1"
         runs[f"{rows}-samples"] = Run(f"grpo.py --model smollm2 {score}", None, rows)
-        runs[policy] = Run(grpo, 1, rows)
-        runs[f"{policy}-samples"] = Run(f"grpo.py {score}", None, rows, policy)
+        policies = {
+            f"grpo-{task}-seed1": Run(f"{grpo} --learning-rate 4e-5", 1, rows),
+            f"distill-{task}-seed1": Run(
+                f"{distill} --learning-rate 4e-5 --teacher-prompt-column hint", 1, rows
+            ),
+        }
+        if task == "letter-counting":
+            policies |= {
+                f"grpo-{task}-seed2": Run(f"{grpo} --learning-rate 4e-5", 2, rows),
+                f"lora-{task}-seed1": Run(f"{grpo} --learning-rate 4e-4 --lora-rank 16", 1, rows),
+                f"sft-{task}-seed1": Run(sft, 1, rows),
+            }
+        for policy, run in policies.items():
+            runs[policy] = run
+            runs[f"{policy}-samples"] = Run(f"grpo.py {score}", None, rows, policy)
     return runs
 
 
@@ -390,7 +404,7 @@ ALL = (
         "What does SmolLM2-135M learn on procedural tasks, as it comes and without a GPU?",
         gym_runs(),
         also=("reward/format", "reward/accuracy"),
-        dtype="bf16",
+        dtype="fp32",
     ),
     Study(
         "two-cores",

@@ -28,8 +28,9 @@ GYM = {
         {"min_family_size": 4, "max_family_size": 4},
     ),
 }
-GYM_LEVEL_ROWS = {"train_size": 2048, "test_size": 128}
+GYM_LEVEL_ROWS = {"train_size": 2048, "test_size": 512}
 GYM_HARDER_ROWS = {"train_size": 1, "test_size": 64}
+TAG = re.compile("</?answer>")
 GSM8K_SPLITS = {"train": "train", "eval": "test"}
 
 
@@ -72,8 +73,9 @@ def mostly_sevens(seed: int) -> Iterator[mosaic.Scene]:
 
 
 def gym(task: str, request: Request) -> list:
-    """Rows with two examples each. Held out are 128 of the level that is trained on, and behind
-    them 64 of a harder one. To supervise, the answers of the same rows, without the examples'."""
+    """Rows with two examples each. Held out are 512 of the level that is trained on, and behind
+    them 64 of a harder one. To supervise, the answers of the same rows, without the examples'.
+    The column "hint" has the prompt with the answer in its question, for a teacher."""
     level, harder = GYM[task]
     write_gym(request.folder / "level", task, level, GYM_LEVEL_ROWS)
     write_gym(request.folder / "harder", task, harder, GYM_HARDER_ROWS)
@@ -84,6 +86,8 @@ def gym(task: str, request: Request) -> list:
     level_rows = pq.read_table(request.folder / "level" / "test.parquet")
     evaluation = pa.concat_tables([level_rows, harder_rows])
     if not request.supervised:
+        hints = pa.array([hint(row) for row in train.to_pylist()])
+        train = train.append_column("hint", hints)
         write_splits(request.folder, {"train": train, "eval": evaluation})
         return request.flags("parquet")
     for name, table in (("train", train), ("eval", level_rows)):
@@ -96,6 +100,14 @@ def write_gym(folder: Path, task: str, settings: dict, sizes: dict) -> None:
     config = json.dumps(settings)
     args = reasoning_gym.Args(out=folder, task=task, config=config, examples=2, **sizes)
     reasoning_gym.main(args)
+
+
+def hint(row: dict) -> list[dict]:
+    """The prompt of a row, with its answer behind the question."""
+    *examples, question = row["prompt"]
+    answer = TAG.sub("", row["extra_info"]["answer"])
+    text = f"{question['content']}\n\nHint: the answer is {answer}."
+    return [*examples, question | {"content": text}]
 
 
 def solution(row: dict) -> dict:
