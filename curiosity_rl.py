@@ -15,8 +15,8 @@ Where this differs from the released code:
 3. One denominator, as in grpo.py; --reduction dr_grpo divides by a constant. The loss is not
    clamped, only the log of the ratio, to [-20, 20].
 4. Groups of equal rewards are left out of the update: their advantages are 0, and they only
-   dilute the mean, and the deviation of --advantage batch-std. The replay of earlier samples, which
-   the release switches off, is left out.
+   dilute the mean, and the deviation of --advantage batch-std. The release's buffer of earlier
+   samples to train on again, which it switches off, is left out; --replay is something else.
 
     torchrun --nproc_per_node 2 curiosity_rl.py    # demo, minutes on a CPU
     torchrun --nproc_per_node 8 curiosity_rl.py --model runs/warm-start/model \\

@@ -83,7 +83,9 @@ def main(args: Args) -> None:
     vision = load_vision(path, limits, args.trust_remote_code)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     flags = read_json(run_dir / "config.json").get("args", {})
-    # the end token that the run has set: common/rollout/opening.py, sft.py
+    # The end token that the run has set. With pictures, tools, an environment or sft.py turns end
+    # as in the template (common/rollout/opening.py). Otherwise it depended on the rows, and the
+    # manifest has it.
     is_multi_turn = bool(flags.get("tools") or flags.get("environment"))
     # a copy of sft.py has a name of its own, and this flag, too
     is_supervised = manifest.get("script") == "sft" or "batch_size" in flags
@@ -205,7 +207,7 @@ def export_hugging_face(
     temporary = None
     try:
         temporary = make_unfinished(folder)
-        transpose_back()  # a repair of `save_pretrained`
+        transpose_back()  # else `save_pretrained` writes the experts of Qwen3-VL transposed
         model.save_pretrained(temporary, state_dict=state)
         processor = policy.vision.processor if policy.vision else tokenizer
         processor.save_pretrained(temporary)

@@ -364,7 +364,8 @@ class Job:
                 wrap_model,
                 mesh=self.mesh,
                 compute_dtype=self.compute_dtype,
-                shards_own_parameters=not has_lora,  # a critic's head stays whole
+                # with LoRA a critic's own parameter, its head, stays whole, as adapters do
+                shards_own_parameters=not has_lora,
                 stays_gathered=stays_gathered,
             ),
             "dtype": torch.float32 if trained and not has_lora else self.compute_dtype,

@@ -117,7 +117,7 @@ COLUMNS = {
     "eval/accuracy": ("eval", 5, ".3f"),
     "eval/loss": ("eval loss", 6, ".4f"),
 }
-# distill.py has one more
+# a column is shown where its metric is there: this one by distill.py alone
 DISTILLATION_COLUMNS = {"distill/divergence": ("div", 6, ".4f")}
 ALL_COLUMNS = COLUMNS | DISTILLATION_COLUMNS
 # columns that RL leaves out, to make room: its loss says nothing about progress

@@ -10,7 +10,7 @@ from common.rewards import is_correct
 from common.types import FINISH_REASONS, Episode, by_prompt
 
 RARE_REASONS = sorted(FINISH_REASONS.keys() - {"stop", "length"})
-MAX_COMPONENTS = 32  # names of numbers that a reward function returns beside the score
+MAX_COMPONENTS = 32  # names of numbers beside the score
 # numbers of a reward function that are not logged as reward/NAME: score and acc are reward/mean and
 # reward/accuracy; the others would be taken for metrics of ours
 RESERVED = {"score", "acc", "mean", "std", "mean_square", "accuracy", "failed"}
@@ -108,9 +108,9 @@ def add_reward_means(means: Means, scored: list[Episode]) -> None:
 
 
 def add_reward_components(means: Means, scored: list[Episode]) -> None:
-    """reward/NAME of what scripts have added to the score, and of the numbers that the reward
-    function returned beside it. If those have more than MAX_COMPONENTS names, as when each
-    response has names of its own, they are left out."""
+    """reward/NAME of what scripts have added to the score, and of the numbers beside it
+    (`reward_components`). If those have more than MAX_COMPONENTS names, as when each response has
+    names of its own, they are left out."""
     components = [reward_components(episode) for episode in scored]
     names = set().union(*components)
     (num_names,) = all_reduce([len(names)], "max")
@@ -127,7 +127,8 @@ def add_reward_components(means: Means, scored: list[Episode]) -> None:
 
 
 def reward_components(episode: Episode) -> dict[str, float]:
-    """The numbers that a reward function has returned beside the score."""
+    """The numbers beside the score: those that a reward function has returned, and those that
+    `score_episodes` makes of an environment's rewards of turns."""
     components = {}
     for name, value in episode.rewards.items():
         if name in RESERVED or name in episode.terms:

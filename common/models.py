@@ -118,7 +118,8 @@ class Policy(nn.Module):
         self.model = model
         self.attention = attention
         self.vision = vision
-        # of the models that make room for the engine, this one's and a critic's
+        # with --offload base: of this model and a critic, weights that are on the host while the
+        # engine is awake
         self.host_bases: list[HostBase] = []
 
     def forward(
@@ -381,5 +382,5 @@ def sync_engine(engine: Engine, policy: nn.Module, step: int) -> None:
 def sleep_engine(engine: Engine, policy: nn.Module) -> None:
     """Let the engine sleep, and the policy compute."""
     engine.sleep()
-    for base in getattr(policy, "host_bases", []):  # only a `Policy` has some
+    for base in getattr(policy, "host_bases", []):  # none without a policy
         base.to_device()

@@ -106,6 +106,7 @@ class GuardedAdamW:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # of parameters that are not sharded: FSDP2 averages the sharded ones alone
         average_whole_gradients(self.model)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = gathered(torch.nn.utils.get_total_norm(gradients))

@@ -243,7 +243,7 @@ def layout_of(attention: str) -> Layout:
         # flash attention has no mask for a shared prompt, so each response repeats it
         share_prompts=attention not in ("flash", "rows"),
         rows=attention == "rows",
-        # flex attention reads whole blocks, and is compiled anew for each length
+        # flex attention's kernels are compiled for any number of whole blocks
         multiple=BLOCK if attention == "flex" else 1,
     )
 

@@ -12,10 +12,14 @@ its recurrence and from its last inputs of the convolution.
 import inspect
 import sys
 from collections.abc import Callable
-from functools import wraps
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+
+Units = tuple[tuple[int, ...], ...]  # `MicroBatch.units`, to look up by
 
 # model_type of language models whose recurrent layers are exact in packs, as
 # tests/math/test_recurrent.py shows; layers of others would silently ignore `units`
@@ -38,13 +42,19 @@ def is_recurrent(config) -> bool:
     return config.get_text_config().model_type in RECURRENT_MODELS
 
 
-def share_prompts(model: nn.Module) -> None:
-    """Let the recurrent layers of a model take `units`. Without that keyword they compute what they
-    did before, with the same functions.
+def has_delta_rule(model: nn.Module) -> bool:
+    """Whether flash-linear-attention has a kernel for the recurrent layers of a model."""
+    modeling = sys.modules[type(model).__module__]
+    return is_recurrent(model.config) and hasattr(modeling, "torch_chunk_gated_delta_rule")
 
-    The functions are replaced in the module of transformers that defines the model, once for all
-    models of its kind in this process. SystemExit if it lacks the convolution, which all recurrent
-    layers have, or if the package kernels hides a function.
+
+def share_prompts(model: nn.Module, kernels: str = "torch") -> None:
+    """Let the recurrent layers of a model take `units`. Without that keyword they compute what they
+    did before, with the same functions; with the kernels "fla" transformers' own in torch.
+
+    The functions are replaced in the module of transformers that defines the model, for all models
+    of its kind in this process. SystemExit if it lacks the convolution, which all recurrent layers
+    have, or if the package kernels hides a function.
     """
     modeling = sys.modules[type(model).__module__]
     kind = model.config.model_type
@@ -52,13 +62,18 @@ def share_prompts(model: nn.Module) -> None:
         raise SystemExit(f"{kind}: its recurrent layers are not those of transformers")
     for name, over_pack in OVER_PACKS.items():
         function = getattr(modeling, name, None)
-        if function is None or hasattr(function, "takes_units"):
+        if function is None:
             continue
+        function = getattr(function, "replaced", function)
         if not inspect.isfunction(function):
             raise SystemExit(
                 f"{kind}: the package kernels stands between its recurrent layers and their "
                 "functions in torch, the only ones with shared prompts: export USE_HUB_KERNELS=0"
             )
+        if kernels == "fla" and name in BY_FLA:
+            # without units in torch, so that the check at the start sees what the kernel computes
+            function = inspect.unwrap(function)
+            over_pack = BY_FLA[name]
         setattr(modeling, name, taking_units(function, over_pack))
 
 
@@ -79,7 +94,7 @@ def taking_units(function: Callable, over_pack: Callable) -> Callable:
             return function(*arguments, **options)
         return over_pack(function_in_torch, units, *arguments, **options)
 
-    dispatch.takes_units = True
+    dispatch.replaced = function
     return dispatch
 
 
@@ -196,3 +211,146 @@ def over_segments(
             output, _ = function(*next(segments), prompt_state)
             outputs.append(output)
     return torch.cat(outputs, dim=dim)
+
+
+# --- with the kernels of flash-linear-attention ---------------------------------------------------
+
+
+@dataclass
+class Places:
+    """Where the segments of a pack are, int64 on its device.
+
+    prompts [P] and responses [R]: the places of their tokens in the pack, segment by segment.
+    prompt_ends [number of prompts + 1] and response_ends: the lengths of these segments, summed up
+    from 0; the same on the host. prompt_of [number of responses]: the prompt of each. back [L]: the
+    places of the pack's tokens in prompts and responses, one behind the other.
+    """
+
+    prompts: Tensor
+    responses: Tensor
+    prompt_ends: Tensor
+    response_ends: Tensor
+    prompt_ends_on_host: Tensor
+    response_ends_on_host: Tensor
+    prompt_of: Tensor
+    back: Tensor
+
+
+@lru_cache(maxsize=1)  # all layers of a micro-batch ask for the same
+def places_of(units: Units, device: torch.device) -> Places:
+    prompts: list[int] = []
+    responses: list[int] = []
+    prompt_of: list[int] = []
+    start = 0
+    for i, (prompt_length, *lengths) in enumerate(units):
+        prompt_end = start + prompt_length
+        end = prompt_end + sum(lengths)
+        prompts.extend(range(start, prompt_end))
+        responses.extend(range(prompt_end, end))
+        prompt_of.extend([i] * len(lengths))
+        start = end
+    prompt_ends = torch.tensor([0, *accumulate(unit[0] for unit in units)])
+    response_lengths = (length for unit in units for length in unit[1:])
+    response_ends = torch.tensor([0, *accumulate(response_lengths)])
+    return Places(
+        prompts=torch.tensor(prompts, device=device),
+        responses=torch.tensor(responses, device=device, dtype=torch.int64),
+        prompt_ends=prompt_ends.to(device),
+        response_ends=response_ends.to(device),
+        prompt_ends_on_host=prompt_ends,
+        response_ends_on_host=response_ends,
+        prompt_of=torch.tensor(prompt_of, device=device, dtype=torch.int64),
+        back=torch.tensor(prompts + responses, device=device).argsort(),
+    )
+
+
+def delta_rule_by_fla(
+    rule: Callable,  # transformers' own: not called
+    units: list[list[int]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: object,  # as in `delta_rule_over_pack`: there is no cache
+) -> tuple[Tensor, None]:
+    """What `delta_rule_over_pack` computes, in two calls: all prompts, then all responses from the
+    states of their prompts."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # wants a GPU
+
+    places = places_of(tuple(map(tuple, units)), query.device)
+
+    def apply(tokens: Tensor, ends: Tensor, ends_on_host: Tensor, states: Tensor | None):
+        q, k, v, decay, step_size = (x[:, tokens] for x in (query, key, value, g, beta))
+        return chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g=decay,
+            beta=step_size,
+            initial_state=states,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=ends,
+            cu_seqlens_cpu=ends_on_host,
+        )
+
+    outputs, states = apply(places.prompts, places.prompt_ends, places.prompt_ends_on_host, None)
+    if len(places.responses):
+        response_outputs, _ = apply(
+            places.responses,
+            places.response_ends,
+            places.response_ends_on_host,
+            states[places.prompt_of],
+        )
+        outputs = torch.cat([outputs, response_outputs], dim=1)
+    return outputs[:, places.back], None
+
+
+@lru_cache(maxsize=1)  # as `places_of`
+def places_with_states(
+    units: Units, num_before: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The places in a pack [L] of each segment's tokens, behind those of the `num_before` tokens
+    that come before it, L for none; and where in that row the segments' tokens are, [L]."""
+    length = sum(map(sum, units))
+    row: list[int] = []
+    own: list[int] = []
+    start = 0
+    for prompt_length, *lengths in units:
+        nothing = [length] * num_before
+        prompt = range(start, start + prompt_length)
+        before_response = [*nothing, *prompt][-num_before:]
+        for before, segment_length in (
+            (nothing, prompt_length),
+            *((before_response, response_length) for response_length in lengths),
+        ):
+            row.extend(before)
+            own.extend(range(len(row), len(row) + segment_length))
+            row.extend(range(start, start + segment_length))
+            start += segment_length
+    return torch.tensor(row, device=device), torch.tensor(own, device=device)
+
+
+def convolution_in_one_call(
+    convolution: Callable,
+    units: list[list[int]],
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    """What `convolution_over_pack` computes, in one call: each segment behind the inputs before it,
+    which for a prompt are zeros."""
+    units_and_width = (tuple(map(tuple, units)), weight.shape[1] - 1)
+    row, own = places_with_states(*units_and_width, inputs.device)
+    with_zeros = nn.functional.pad(inputs, (0, 1))
+    return convolution(with_zeros[:, :, row], weight, bias, **options)[:, :, own]
+
+
+BY_FLA = {
+    "causal_conv1d_fn": convolution_in_one_call,
+    "torch_chunk_gated_delta_rule": delta_rule_by_fla,
+}

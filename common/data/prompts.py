@@ -359,8 +359,8 @@ class PromptData:
     def _add_to_report(
         self, report: ScanReport, index: int, record: dict, row: PreparedRow, beginning: list[int]
     ) -> None:
-        """Add a row that is good, unless it is too long. beginning: the ids that its text lacks in
-        front."""
+        """Add a row that is not bad; whether it is too long is found out later. beginning: the ids
+        that its text lacks in front."""
         report.kept.append(index)
         if truth_of(record) is not None:
             report.sources.add(record["data_source"])

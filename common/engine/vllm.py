@@ -52,7 +52,9 @@ CAPTURE_ARGS = {
 # Tokens of a block of the KV cache on CPUs, in place of vLLM's 128: samples of a prompt share its
 # full blocks alone, and compute the rest of it each.
 CPU_BLOCK_SIZE = 32
-BATCH_TOKENS = 8192  # computed together; more if a prompt with its response has more
+# Tokens computed together on CPUs, and with pictures; more if a prompt with its response has more.
+# Otherwise vLLM chooses.
+BATCH_TOKENS = 8192
 FRAMES_PER_SECOND = 2.0  # of each video, as vLLM is told
 # engines that live until the process ends: shutting vLLM down takes more than a second
 _alive: list[object] = []

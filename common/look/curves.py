@@ -8,7 +8,8 @@ import numpy as np
 
 from common.files import full_disk_is_a_warning, replace_file
 
-# title of a panel -> {metric: label}; for {decoding} see `decoding_of`
+# title of a panel -> {metric: label}; for {decoding} see `decoding_of`. RaPR (docs/curiosity.md):
+# the share of samples that call a tool to look at a picture again
 PANELS = {
     "reward": {"reward/mean": "mean"},
     "accuracy": {"reward/accuracy": "train, sampled", "eval/accuracy": "eval{decoding}"},

@@ -35,7 +35,8 @@ GB_PER_GIB = 2**30 / 1e9
 class MemoryPlan:
     """What a run needs, and its sizes, as given or chosen to fit."""
 
-    text: str  # a line, and a warning if something may not fit
+    # a line, one more for --activation-memory auto, and a warning if something may not fit
+    text: str
     micro_batch_tokens: int  # as given, or as many as fit
     activation_memory: float  # the share that compiled layers keep, as given or chosen
     engine_memory: float  # GiB of the KV cache
@@ -95,8 +96,8 @@ def memory_plan(
         text += f"; {' and '.join(chosen_flags)} chosen to fit into {ROOM:.0%} of what is free"
     if inputs.chooses_share:
         text += f"\n{describe_share(machine.activation_memory, gb['update'], room_gb, free_gb)}"
-    # with sizes that the plan has chosen, phases are to stay within ROOM; with a user's sizes they
-    # may take all that is free
+    # If the plan has chosen the micro-batch or the share of activations, phases are to stay within
+    # ROOM. Otherwise, also with a KV cache that it has chosen, they may take all that is free.
     limit_gb = room_gb if inputs.chooses_tokens or inputs.chooses_share else free_gb
     too_large = [phase for phase in PHASES if gb[phase] > limit_gb]
     refusal = ""
@@ -151,7 +152,8 @@ class _PlanInputs:
         )
 
     def with_sizes(self, room_gb: float, most_tokens: int) -> tuple[Rollout, Machine, list[str]]:
-        """The flags with all sizes; and the words of those sizes that the plan has chosen."""
+        """The flags with all sizes; and those that give a chosen KV cache or micro-batch, as one
+        types them. A chosen share of activations has a line of its own: `describe_share`."""
         rollout = self.rollout
         machine = self.machine
         chosen_flags = []
@@ -211,8 +213,8 @@ class _PlanInputs:
         machine with the sizes that the plan has chosen."""
         most_tokens = chosen.micro_batch_tokens
         most_cache_gib = cache_gib(self.rollout, self.on_gpu)
-        # A run with the changed flags makes a plan of its own. A size that it would choose is None
-        # here, so that `cheapest_change` names no flag for it.
+        # A run with the changed flags makes a plan of its own. A micro-batch or KV cache that it
+        # would choose is None here, so that `cheapest_change` names no flag for it.
         machine = replace(chosen, micro_batch_tokens=self.machine.micro_batch_tokens)
         rollout = self.rollout
         if self.chooses_cache:

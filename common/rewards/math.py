@@ -138,11 +138,12 @@ def score_dapo(solution_str: str, ground_truth: str) -> dict:
     r"""{"score": -1 | 1, "acc": whether it is right, "pred": answer or ""} of one response, as DAPO
     trains on AIME.
 
-    The answer is on the line of the last `Answer:` in the last 300 characters, or on the next if
-    that line ends there. It is the last box; without a box, the $...$ around the line's last `=`,
-    or the first one behind it; without either, all that follows (from the line's start if it has no
-    `=`). Of an answer that has a `=` itself, only what follows its last one counts. It is right by
-    its spelling or as a number; formulas are not computed.
+    What is read is the text behind the last `Answer:` in the last 300 characters, to the end of its
+    line; the next line if nothing is left on that one. The answer is the last box in it; without a
+    box, the $...$ around its last `=`, or the first one behind that; without either, all that is
+    behind it. If there is no `=`, the whole text counts as behind it. Of an answer that has a `=`
+    itself, only what follows its last one counts. It is right by its spelling or as a number;
+    formulas are not computed.
     """
     truth = normalized_truth(ground_truth)
     tail = solution_str[-TAIL:]

@@ -16,7 +16,7 @@ from common.progress import say
 from common.rewards import is_correct, sampled_turns
 from common.types import Episode, Row
 
-# what `score_episodes` adds for an environment that answers
+# `score_episodes` adds these where a function given as --environment has rewarded single turns
 TURN_ACCURACIES = ("first_turn_accuracy", "last_turn_accuracy")
 PICTURE_COLUMNS = {"image", "images", "videos"}
 # the columns of `verdict` for a row without a truth

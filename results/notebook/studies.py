@@ -293,32 +293,51 @@ def distillation_runs() -> dict[str, Run]:
     return seeded(variants, range(1, 4))
 
 
+# prompts of two examples and a question
+GYM = "--max-prompt-tokens 224 --max-response-tokens 48 --engine-memory 1"
+GYM_STEPS = "--warmup-steps 3 --lr-schedule linear --lr-floor 0.1 --total-steps 12"
+# in bf16, with 128 rows of the level held out
+GYM_GCD_SCORE = f"{GYM} --eval-only --eval-rows 192 --eval-samples 8 --eval-temperature 1"
+GYM_GCD = {
+    "gym-gcd-samples": Run(f"grpo.py --model smollm2 {GYM_GCD_SCORE}", None, "gym-gcd"),
+    "grpo-gcd-seed1": Run(
+        f"grpo.py --model smollm2 {GYM} --micro-batch-tokens 1024 --prompts-per-step 16 "
+        f"--samples-per-prompt 8 --learning-rate 4e-5 {GYM_STEPS} --eval-every 6 --eval-rows 128",
+        1,
+        "gym-gcd",
+    ),
+    "grpo-gcd-seed1-samples": Run(f"grpo.py {GYM_GCD_SCORE}", None, "gym-gcd", "grpo-gcd-seed1"),
+}
+
+
 def gym_runs() -> dict[str, Run]:
     """GRPO and self-distillation on tasks of reasoning-gym, from SmolLM2-135M as it comes; on one
     of them a second seed, LoRA, and a supervised control. Before and after it 8 samples of each
     held-out row, those of a harder level behind those of the level."""
-    sampling = "--max-prompt-tokens 224 --max-response-tokens 48 --engine-memory 1"
-    score = f"{sampling} --eval-only --eval-rows 576 --eval-samples 8 --eval-temperature 1"
-    steps = "--warmup-steps 3 --lr-schedule linear --lr-floor 0.1 --total-steps 12 --eval-every 12"
-    train = f"--model smollm2 {steps} --micro-batch-tokens 1024 --eval-rows 512"
-    grpo = f"grpo.py {train} {sampling} --prompts-per-step 16 --samples-per-prompt 8"
-    distill = f"distill.py {train} {sampling} --prompts-per-step 64 --samples-per-prompt 1"
-    sft = f"sft.py {train} --batch-size 32 --learning-rate 1e-4"
+    score = f"{GYM} --eval-only --eval-rows 576 --eval-samples 8 --eval-temperature 1"
+    train = f"""\
+--model smollm2 {GYM_STEPS} --micro-batch-tokens 1024 --eval-every 12 --eval-rows 512"""
+    grpo = f"grpo.py {train} {GYM} --prompts-per-step 16 --samples-per-prompt 8 --learning-rate"
+    distill = f"""\
+distill.py {train} {GYM} --prompts-per-step 16 --samples-per-prompt 4 --learning-rate 4e-5 \
+--teacher-prompt-column hint"""
+    variants = {"distill": distill, "grpo": f"{grpo} 4e-5"}
     runs = {}
-    for task in ("letter-counting", "gcd", "family-relationships"):
+    for task in ("gcd", "letter-counting", "family-relationships"):
         rows = f"gym-{task}"
-        runs[f"{rows}-samples"] = Run(f"grpo.py --model smollm2 {score}", None, rows)
         policies = {
-            f"grpo-{task}-seed1": Run(f"{grpo} --learning-rate 4e-5", 1, rows),
-            f"distill-{task}-seed1": Run(
-                f"{distill} --learning-rate 4e-5 --teacher-prompt-column hint", 1, rows
-            ),
+            f"{name}-{task}-seed1": Run(command, 1, rows) for name, command in variants.items()
         }
+        if task == "gcd":
+            del policies["grpo-gcd-seed1"]
+        else:
+            runs[f"{rows}-samples"] = Run(f"grpo.py --model smollm2 {score}", None, rows)
         if task == "letter-counting":
+            sft = f"sft.py {train} --batch-size 32 --learning-rate 1e-4"
             policies |= {
-                f"grpo-{task}-seed2": Run(f"{grpo} --learning-rate 4e-5", 2, rows),
-                f"lora-{task}-seed1": Run(f"{grpo} --learning-rate 4e-4 --lora-rank 16", 1, rows),
                 f"sft-{task}-seed1": Run(sft, 1, rows),
+                f"lora-{task}-seed1": Run(f"{grpo} 4e-4 --lora-rank 16", 1, rows),
+                f"grpo-{task}-seed2": Run(f"{grpo} 4e-5", 2, rows),
             }
         for policy, run in policies.items():
             runs[policy] = run
@@ -403,6 +422,7 @@ ALL = (
         "reasoning-gym",
         "What does SmolLM2-135M learn on procedural tasks, as it comes and without a GPU?",
         gym_runs(),
+        retired=GYM_GCD,
         also=("reward/format", "reward/accuracy"),
         dtype="fp32",
     ),
