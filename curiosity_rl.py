@@ -234,7 +234,7 @@ def group_advantages(scores: Tensor, groups: Tensor, advantage: str) -> Tensor:
     """Score minus a baseline from its group, scaled. scores [E] float, groups [E] int64 -> [E]. All
     ranks call it.
 
-    group-std: (r - mean) / std, unbiased (DeepSeekMath eq. 3). group-mean: r - mean (Dr. GRPO).
+    group-std: (r - mean) / std, unbiased (DeepSeekMath §4.1.2). group-mean: r - mean (Dr. GRPO).
     rloo: r - mean of the others (arXiv 2402.14740). batch-std: r - mean, divided by its std over
     the groups given on all ranks (REINFORCE++-baseline, 2501.03262). A group of one, or one whose
     scores are all equal, has advantage 0: there is nothing to compare.

@@ -50,8 +50,9 @@ def choose_attention(
     dtype: torch.dtype = torch.bfloat16,
 ) -> str:
     """--attention, with a choice in place of auto: flex on GPUs of capability 8.0 or more, whatever
-    the dtype, else SDPA (flex has no backward on CPU, no kernels on Volta). SystemExit for what
-    this device or dtype does not allow."""
+    the dtype, else SDPA (flex has no backward on CPU, no kernels on Volta). SystemExit for what a
+    CPU, --compile or flash attention rules out; the capability of a GPU is looked up for auto
+    alone."""
     if attention == "auto":
         attention = "sdpa"
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8:

@@ -1,5 +1,7 @@
 """Which models can be trained exactly, in packs or in rows; the others are refused by name."""
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor, nn
 
@@ -8,7 +10,7 @@ from common.flags import Machine
 from common.logprobs import has_compiler
 from common.packing import TokenIndex, layout_of, pack
 from common.progress import say
-from common.recurrent import is_recurrent
+from common.recurrent import has_delta_rule, is_recurrent
 from common.rotary import length_limits
 from common.torch_repair import Later
 from common.types import Episode
@@ -129,6 +131,26 @@ def choose_compile(
     if model_type not in COMPILED:
         return False, f"the layers of {model_type} were not tried; --compile tries them"
     return True, ""
+
+
+def check_recurrent_kernels(
+    model: nn.Module, attention: str, machine: Machine, device: torch.device
+) -> None:
+    """SystemExit if --recurrent-kernels cannot be had, or has no effect."""
+    if machine.recurrent_kernels == "torch":
+        return
+    flag = f"--recurrent-kernels {machine.recurrent_kernels}"
+    if not has_delta_rule(model):
+        raise SystemExit(
+            f"{flag} has no effect: the layers of {model.config.model_type} have no gated delta "
+            "rule, as those of Qwen3.5, Qwen3-Next and OLMo-Hybrid do"
+        )
+    if attention == "rows":
+        raise SystemExit(f"{flag} has no effect with --attention rows")
+    if device.type != "cuda":
+        raise SystemExit(f"{flag} needs a GPU")
+    if find_spec("fla") is None:
+        raise SystemExit(f"{flag}: pip install fla-core==0.6.0")
 
 
 def refuse_inexact(model: nn.Module, attention: str, name: str) -> None:

@@ -238,6 +238,9 @@ class Machine:
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     # auto: flex on GPUs of capability 8.0 or more, else sdpa; rows if packs cannot hold the model
     attention: Literal["auto", "flash", "flex", "sdpa", "rows"] = "auto"
+    # of gated delta rules (Qwen3.5, Qwen3-Next, OLMo-Hybrid) in packs, on GPUs: transformers'
+    # functions in torch, or the kernels of flash-linear-attention
+    recurrent_kernels: Literal["torch", "fla"] = "torch"
     # tokens of one forward and backward, per rank; default: what fits
     micro_batch_tokens: Count | None = None
     # recompute activations in backward: less memory, a third more compute

@@ -87,7 +87,7 @@ def refuse_wrong_path(name: str, flag: str) -> None:
     is_checkpoint = path.parent.name == "checkpoints" and path.exists()
     if is_checkpoint and not (path / "config.json").is_file():
         run = path.parent.parent
-        # export reads a step's folder, or a file that names one; a run stands for its latest step
+        # export would read `latest`, too; its run folder means the same, and is shorter
         source = run if path.name == "latest" else path
         raise SystemExit(
             f"{flag} {name}: a checkpoint is no model. python -m common.export {source} --model "
@@ -384,6 +384,7 @@ def prepared_smollm2(flag: str) -> str:
         tempfile.TemporaryFile(dir=cache).close()
     module = "common.assets.build.smollm2"
     process = subprocess.run(
+        # the folder that holds minimal-rl/, which is `cache`
         [sys.executable, "-m", module, "--cache", str(cache.parent)],
         cwd=Path(__file__).parents[1],  # where `-m` finds common/
         stderr=subprocess.PIPE,

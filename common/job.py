@@ -19,6 +19,7 @@ from common.data.order import RowOrder
 from common.distributed import World, broadcast_object, init_world, make_mesh, wrap_model
 from common.exactness import (
     check_policy,
+    check_recurrent_kernels,
     checked_skeleton,
     choose_compile,
     exact_attention,
@@ -137,6 +138,7 @@ class Job:
         self.compile, reason = choose_compile(model, self.attention, self.machine, device)
         if reason and device.type == "cuda":
             say(f"layers are not compiled: {reason}")
+        check_recurrent_kernels(model, self.attention, self.machine, device)
         check_activation_memory(self.machine, self.compile)
         self.num_embeddings = model.get_input_embeddings().weight.shape[0]
         self.num_positions = num_positions(model.config.get_text_config())
@@ -253,7 +255,10 @@ class Job:
             self.model_folder, from_scratch=from_scratch, model_class=model_class, **options
         )
         policy.to(self.world.device)  # wrap_model places parameters; this moves the buffers
-        check_policy(policy, self.compute_dtype, f"--model {self.model_folder}")
+        name = f"--model {self.model_folder}"
+        if self.machine.recurrent_kernels != "torch":
+            name += f" --recurrent-kernels {self.machine.recurrent_kernels}"
+        check_policy(policy, self.compute_dtype, name)
         self._copy_base(policy)
         # the same list, no copy: `sync_engine` also moves the base of a critic that is loaded later
         policy.host_bases = self.host_bases
@@ -359,6 +364,7 @@ class Job:
         stays_gathered = may_stay and keeps_gathered(machine, self.world.size, on_gpu)
         options = {
             "attention": self.attention,
+            "recurrent_kernels": machine.recurrent_kernels,
             "vision": self.vision,
             "wrap": partial(
                 wrap_model,

@@ -102,6 +102,7 @@ def read_record(folder: Path) -> dict:
     try:
         record = json.loads((folder / "trainer.json").read_text())
         has_step = type(record["step"]) is int and record["step"] >= 0
+        # best_step is the name of a step folder, "" if none was the best yet
         if has_step and isinstance(record.get("best_step", ""), str):
             return record
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -79,6 +79,7 @@ def rollout_means(
     """
     means = Means()
     scored = [episode for episode in episodes if math.isfinite(episode.score)]
+    # rewards are filled even where scoring failed; not where a row has no truth to score with
     num_to_score = sum(len(episode.rewards) > 0 for episode in episodes)
     means.add_total("reward/failed", num_to_score - len(scored))
     add_reward_means(means, scored)

@@ -149,6 +149,7 @@ def load_model(
     *,
     flag: str = "--model",
     dtype: torch.dtype = torch.float32,
+    recurrent_kernels: str = "torch",
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
     activation_memory: float = 1.0,
@@ -171,7 +172,8 @@ def load_model(
     from the folder's config.json and initialise at random. lora_flags: the layers of the language
     model get adapters, initialised with `seed`, and everything else is frozen. max_model_len: that
     of the engine that samples for the model, see `set_text_lengths`. activation_memory: the share
-    of the activations that compiled layers keep for their backward. SystemExit for a model that
+    of the activations that compiled layers keep for their backward. recurrent_kernels: "torch" or
+    "fla". SystemExit for a model that
     cannot be trained here, and for files that cannot be read or do not match it.
     """
     is_critic = not issubclass(model_class, Policy)
@@ -186,7 +188,8 @@ def load_model(
             raise SystemExit(
                 f"--compile: the recurrent layers of {flag} {path} compile every pack anew"
             )
-        share_prompts(empty_model)  # all models of its kind, and so the one that is loaded
+        # all models of its kind, and so the one that is loaded
+        share_prompts(empty_model, recurrent_kernels)
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     disable_dropout(config)
     # filled by `assemble`, before FSDP2 renames the classes by which the layers are found

@@ -116,7 +116,8 @@ class Rehearsal:
         num_left = num_prompts * self.rollout.samples_per_prompt  # this rank's episodes of a step
         episodes: list[Episode] = []
         for _ in range(2):
-            # what is left of a group gets its prompt once more, as in a pack
+            # The second micro-batch begins with a new prompt: if the first has only a part of a
+            # group, the rest needs its prompt again, as in a pack.
             first_prompt = episodes[-1].prompt_index + 1 if episodes else 0
             batch_episodes = longest_episodes(
                 self.rollout,

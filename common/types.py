@@ -95,7 +95,8 @@ class Episode:
     turns: int = 0  # sampled so far
     # of tools: {turn, name, arguments, text, error, info, media: number of pictures in the reply}
     calls: list[dict] = field(default_factory=list)
-    # if something answers the policy: the turns that it ended and the answers, as a chat
+    # if something may answer the policy, as a chat: the turns that the policy has ended (not one
+    # that was cut off), and the answers to them
     messages: list[dict] = field(default_factory=list)
     opening: str = ""  # text of an environment's `reset`, at the end of the prompt
     # of an environment that is a class, for the whole trajectory

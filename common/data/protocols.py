@@ -303,7 +303,8 @@ def native_calls(tokenizer, chat_template: str) -> dict | None:
     }
     render = partial(tokenizer.apply_chat_template, tools=[schema], tokenize=False)
     try:
-        # raises if the template needs `tools`; with Hermes they are in the system message instead
+        # A template that needs `tools` raises, and its calls count as of no known format: prompts
+        # without tools and replies are rendered like this, with Hermes all prompts.
         render(question, tools=None)
         before = render(question, add_generation_prompt=True)
         rendered = render([*question, reply]).removeprefix(before)

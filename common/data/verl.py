@@ -176,7 +176,7 @@ def row_tools(record: Mapping, tools: Mapping[str, Tool]) -> dict[str, dict]:
 
 
 def interaction_kwargs(record: Mapping) -> dict:
-    """A row's keyword arguments for a function that answers."""
+    """A row's keyword arguments for a function as --environment, which answers the policy."""
     info = record.get("extra_info")
     if not isinstance(info, Mapping):
         return {}
@@ -184,7 +184,7 @@ def interaction_kwargs(record: Mapping) -> dict:
 
 
 def answer_kwargs(record: Mapping, answered_rows: str) -> dict | None:
-    """A row's keyword arguments for the function that answers it; None if none does.
+    """A row's keyword arguments for the function that answers the policy; None if none does.
 
     answered_rows: "all", "own" (those with arguments for the function) or "none".
     """

@@ -58,14 +58,15 @@ def show(
         text = f"--- row {i}"
         if problem:
             text += f", unusable: {problem}"
-        if isinstance(record, dict):  # of another line the problem says what it is
+        if isinstance(record, dict):  # else it is the reason why the line is no row, shown above
             text += "\n"
             text += json.dumps(record, indent=2, ensure_ascii=False, default=type_in_brackets)
         print(shorten(text, 10**9))  # whole, but without what a terminal cannot print
 
 
 def problem_of(record: dict | str) -> str | None:
-    """Why the scripts cannot use this record as a prompt; None if they can."""
+    """Why the scripts cannot use this record as a prompt; None if they can. A text in place of a
+    record says why the line is no row."""
     problem = row_problem(record, needs_truth=False)
     if problem:
         return problem
@@ -145,7 +146,7 @@ def as_given(record: dict, tokenizer) -> Prompt:
 def in_verl_columns(table: pa.Table, path: Path) -> pa.Table:
     """As `to_verl`; SystemExit for rows that another program reads."""
     try:
-        return to_verl(table, path, "FILE", None, False, needs_truth=False)
+        return to_verl(table, path, "FILE", media_root=None, with_tools=False, needs_truth=False)
     except ValueError as error:
         first_record = next(records_of_table(table), {})
         readers = [PROGRAMS[name] for name in first_record if name in PROGRAMS]

@@ -168,6 +168,8 @@ def engine_workspace(policy: ModelShape, setup: Setup) -> float:
     else:  # those that common/engine/vllm.py sets on a CPU
         sequences = 256
         tokens = max(longest(rollout), 8192)
+    # The widest moment of a layer: gate, up and their product, which GPUs share; the residual, its
+    # norm, queries, keys, values and outputs. Logits in float32, and two copies for sampling.
     forward = itemsize * tokens * (3 * policy.mlp / rollout.engine_parallel + 6 * policy.hidden)
     logits = 3 * 4 * sequences * policy.vocabulary
     graphs = VLLM_GRAPHS * 1e9 if setup.on_gpu and rollout.uses_vllm else 0
@@ -340,12 +342,14 @@ def phases_of(
 
     The largest phase decides. The update counts as its largest moment: the "backward" while
     activations are in memory, the "reduction" of the root's gradients, or the "step" of the
-    optimizer. No phase includes the "context" of CUDA and what the allocator keeps.
+    optimizer. No phase includes the "context" of CUDA and what its allocator keeps; on a CPU the
+    update includes what malloc keeps.
 
     trained: the policy, then critics. frozen: references. teacher: of a distillation, unless it is
     the base of LoRA; it computes within the update, and its head is kept beside the policy's.
     """
-    if machine.attention == "auto":
+    if machine.attention == "auto":  # not of a run, which has chosen: see `choose_attention`
+        # a GPU with fp16 stands for one of capability below 8.0
         attention = "flex" if on_gpu and dtype != torch.float16 else "sdpa"
         machine = replace(machine, attention=attention)
     setup = Setup(rollout, machine, ranks, dtype, on_gpu)

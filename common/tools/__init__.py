@@ -243,7 +243,7 @@ def reply_fields(tool: Tool, result: object) -> dict:
         info = result[2] if len(result) == 3 else None
     info = info or {}
     if not isinstance(info, dict):
-        raise ValueError(f"{tool.name} returned {info!r:.40} where a dict is expected")
+        raise TypeError(f"{tool.name} returned {info!r:.40} where a dict is expected")
     if not isinstance(text, str):
         text = json.dumps(text, ensure_ascii=False)
     encoded = [b64encode(encode(image)).decode() for image in images or ()]

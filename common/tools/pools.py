@@ -17,8 +17,8 @@ from common.workers.pool import Pool
 from common.workers.process import Worker
 
 CLOSE_S = 2.0  # for environments to close what they hold
-# stands in for a tool in jobs without one: an environment's reset and close, a function's answer;
-# `print` is never called
+# stands in for a tool in jobs that call none: reset and close of an environment, and the answer of
+# one that is a function; `print` is never called
 NO_TOOL = Tool(name="", function=print, schema={}, role="user", trusted=True)
 
 

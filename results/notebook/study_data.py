@@ -103,11 +103,13 @@ def write_gym(folder: Path, task: str, settings: dict, sizes: dict) -> None:
 
 
 def hint(row: dict) -> list[dict]:
-    """The prompt of a row, with its answer behind the question."""
-    *examples, question = row["prompt"]
-    answer = TAG.sub("", row["extra_info"]["answer"])
-    text = f"{question['content']}\n\nHint: the answer is {answer}."
-    return [*examples, question | {"content": text}]
+    """The prompt of a row, with the answer behind each question, those of the examples included."""
+    answers = [message["content"] for message in row["prompt"][1::2]]
+    answers.append(row["extra_info"]["answer"])
+    prompt = [dict(message) for message in row["prompt"]]
+    for question, answer in zip(prompt[::2], answers, strict=True):
+        question["content"] += f"\n\nHint: the answer is {TAG.sub('', answer)}."
+    return prompt
 
 
 def solution(row: dict) -> dict:

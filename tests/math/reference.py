@@ -144,8 +144,8 @@ def group_advantages(scores: list[float], groups: list[int], advantage: str) -> 
     """What --advantage makes of scores [E] of all ranks, whose groups are numbered [E].
 
     group-mean: r - mean (Dr. GRPO, arXiv 2503.20783). group-std: that by the group's deviation
-    (DeepSeekMath, 2402.03300 eq. 3). rloo: r - mean of the others (2402.14740). batch-std: r - mean
-    by the deviation over all episodes (REINFORCE++, 2501.03262).
+    (DeepSeekMath, 2402.03300 §4.1.2). rloo: r - mean of the others (2402.14740). batch-std: r -
+    mean by the deviation over all episodes (REINFORCE++, 2501.03262).
     """
     advantages = []
     for i, (score, group) in enumerate(zip(scores, groups, strict=True)):

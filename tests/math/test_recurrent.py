@@ -1,20 +1,32 @@
 """Recurrent layers in packs with shared prompts compute what they compute on single sequences."""
 
+import inspect
+import json
+import os
+import subprocess
 import sys
 from functools import partial, wraps
-from types import SimpleNamespace
+from importlib.util import find_spec
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from helpers import ROOT
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import common.recurrent
+from common.exactness import check_recurrent_kernels
+from common.flags import Machine
 from common.models import Policy, load_model
 from common.packing import Layout, TokenIndex, pack
 from common.recurrent import (
     RECURRENT_MODELS,
+    convolution_in_one_call,
     convolution_over_pack,
+    delta_rule_by_fla,
+    delta_rule_over_pack,
     fused_over_pack,
     over_segments,
     share_prompts,
@@ -236,6 +248,111 @@ def conv1d(inputs, weight, bias=None):
         inputs, weight[:, None], bias, padding=padding, groups=len(weight)
     )
     return outputs[:, :, : inputs.shape[2]]
+
+
+UNITS = [[70, 40, 1, 6], [2, 30, 2], [1, 2, 9], [7]]
+
+
+def test_convolutions_in_one_call_are_those_segment_by_segment():
+    options = {"dtype": torch.float64, "requires_grad": True}
+    inputs = torch.randn(1, 3, sum(map(sum, UNITS)), **options)
+    weight = torch.randn(3, 4, **options)
+    bias = torch.randn(3, **options)
+    found = []
+    for over_pack in (convolution_over_pack, convolution_in_one_call):
+        outputs = over_pack(conv1d, UNITS, inputs, weight, bias)
+        found.append([outputs, *torch.autograd.grad(outputs.square().sum(), (inputs, weight))])
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape
+        assert (one - other).abs().max() < 1e-12 * one.abs().max()
+
+
+def test_delta_rules_in_two_calls_are_those_segment_by_segment(monkeypatch):
+    """In place of the kernel of flash-linear-attention transformers' function, which is called for
+    one sequence after another as that kernel is documented."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    rule = inspect.unwrap(torch_chunk_gated_delta_rule)
+    num_sequences = []
+
+    def kernel(q, k, v, *, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, **options):
+        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        bounds = list(pairwise(cu_seqlens.tolist()))
+        num_sequences.append(len(bounds))
+        states = [None] * len(bounds) if initial_state is None else initial_state.split(1)
+        results = []
+        for (start, end), state in zip(bounds, states, strict=True):
+            tensors = (tensor[:, start:end] for tensor in (q, k, v))
+            gates = {"g": g[:, start:end], "beta": beta[:, start:end]}
+            results.append(rule(*tensors, **gates, initial_state=state, **options))
+        outputs, final_states = zip(*results)
+        return torch.cat(outputs, dim=1), torch.cat(final_states)
+
+    package = ModuleType("fla.ops.gated_delta_rule")
+    package.chunk_gated_delta_rule = kernel
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", package)
+    length = sum(map(sum, UNITS))
+    query, key, value = (torch.randn(1, length, 2, 4, requires_grad=True) for _ in range(3))
+    g = torch.rand(1, length, 2).neg().requires_grad_()
+    beta = torch.rand(1, length, 2, requires_grad=True)
+    inputs = (query, key, value, g, beta)
+    for units, calls in ((UNITS, [4, 7]), ([[length]], [1])):
+        num_sequences.clear()
+        found = []
+        for over_pack in (delta_rule_over_pack, delta_rule_by_fla):
+            outputs, _ = over_pack(
+                rule, units, query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True
+            )
+            found.append([outputs, *torch.autograd.grad(outputs.square().sum(), inputs)])
+        assert num_sequences == calls
+        for one, other in zip(*found, strict=True):
+            # the function computes in float32 in any case
+            assert (one - other).abs().max() < 1e-5 * one.abs().max()
+
+
+@pytest.mark.slow
+def test_the_kernel_of_flash_linear_attention_is_exact_in_packs():
+    """The real one, run by Triton's interpreter."""
+    pytest.importorskip("fla", reason="pip install fla-core==0.6.0")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tests" / "workers" / "recurrent_kernels.py")]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    differences = json.loads(process.stdout.splitlines()[-1])
+    assert len(differences) == 6 and max(differences.values()) < 1e-4
+
+
+def test_kernels_that_are_of_no_use_are_refused(tmp_path):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    fla = Machine(recurrent_kernels="fla")
+    delta = random_model("qwen3_5_text", tmp_path / "delta").model
+    check_recurrent_kernels(delta, "flex", Machine(), gpu)
+    for model, attention, device, message in (
+        (
+            random_model("lfm2", tmp_path / "conv").model,
+            "flex",
+            gpu,
+            "layers of lfm2 have no gated",
+        ),
+        (delta, "rows", gpu, "no effect with --attention rows"),
+        (delta, "flex", cpu, "--recurrent-kernels fla needs a GPU"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            check_recurrent_kernels(model, attention, fla, device)
+    if find_spec("fla") is None:
+        with pytest.raises(SystemExit, match="pip install fla-core"):
+            check_recurrent_kernels(delta, "flex", fla, gpu)
+
+
+def test_the_kernels_of_the_last_model_count(tmp_path):
+    """Functions are replaced for all models of a kind: with each load anew."""
+    modeling = sys.modules["transformers.models.qwen3_5.modeling_qwen3_5"]
+    rules = []
+    for kernels in ("torch", "fla", "torch"):
+        random_model("qwen3_5_text", tmp_path, recurrent_kernels=kernels)
+        rule = inspect.getclosurevars(modeling.torch_chunk_gated_delta_rule).nonlocals["over_pack"]
+        rules.append(rule)
+    assert rules == [delta_rule_over_pack, delta_rule_by_fla, delta_rule_over_pack]
 
 
 def test_packs_take_the_function_in_torch_and_all_else_the_kernel():
