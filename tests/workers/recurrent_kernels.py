@@ -9,11 +9,9 @@ gradients of each input, relative to the largest value.
 import inspect
 import json
 
-import fla.ops.common.chunk_delta_h
 import torch
-from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
-from triton.runtime.autotuner import Autotuner
 
+import common.torch_repair  # noqa: F401  (before anything imports torchvision)
 from common.recurrent import delta_rule_by_fla, delta_rule_over_pack
 
 UNITS = [[70, 40, 1, 6], [2, 30, 2], [1, 2, 9], [7]]
@@ -28,6 +26,8 @@ class Number(int):
 
 def outputs_and_gradients(over_pack, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     query, key, value, g, beta = inputs
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
     rule = inspect.unwrap(torch_chunk_gated_delta_rule)
     outputs, _ = over_pack(
         rule, UNITS, query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True
@@ -36,6 +36,9 @@ def outputs_and_gradients(over_pack, inputs: list[torch.Tensor]) -> list[torch.T
 
 
 def main() -> None:
+    import fla.ops.common.chunk_delta_h
+    from triton.runtime.autotuner import Autotuner
+
     # the interpreter has no clock to tune with: the first configuration is taken
     Autotuner._bench = lambda self, *_, **__: [0.0, 0.0, 0.0]
     fla.ops.common.chunk_delta_h.range = lambda *bounds: map(Number, range(*bounds))
