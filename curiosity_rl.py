@@ -302,7 +302,7 @@ def token_weights(
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
 
-    episode_of_token: Tensor  # [T] int64: index of its episode
+    episode_of_token: Tensor  # [T] int64: index of its episode; not used here
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     # [T] float32: the trainer's, with the weights of the rollout; NaN until computed

@@ -36,6 +36,7 @@ DELTA_NET = {  # one layer of two
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+WIDE_DELTA_NET = DELTA_NET | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 PARTIAL_ROTARY = {
     "rope_parameters": {
         "rope_type": "default",
@@ -151,6 +152,14 @@ FAMILIES: dict[
 }
 
 
+# with the heads that vLLM's own kernel of gated delta nets on CPUs wants, which computes in bf16
+DELTA_NETS = {
+    "qwen3_5_text-wide": FAMILIES["qwen3_5_text"] | WIDE_DELTA_NET,
+    "qwen3_5_moe_text-wide": FAMILIES["qwen3_5_moe_text"] | WIDE_DELTA_NET,
+    "qwen3_next-wide": FAMILIES["qwen3_next"] | WIDE_DELTA_NET,
+}
+
+
 TOWER = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -205,7 +214,7 @@ def family_config(family: str, tokenizer) -> "transformers.PreTrainedConfig":
     if family in COMPOSITES:
         return composite_config(family, tokenizer)
     kind = family.partition("-")[0]
-    options = SIZES | (FAMILIES | TEXT_PARTS).get(family, {})
+    options = SIZES | (FAMILIES | DELTA_NETS | TEXT_PARTS).get(family, {})
     options = {"tie_word_embeddings": False} | options
     options |= {
         "vocab_size": len(tokenizer),

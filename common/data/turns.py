@@ -167,6 +167,7 @@ def thoughts_of(message: dict) -> str:
     none."""
     if message.get("reasoning_content"):
         thoughts = str(message["reasoning_content"]).strip()
+        # with the blank line before the answer, which a content that holds its thoughts has itself
         return f"{thoughts}\n{THOUGHTS_CLOSE}\n\n"
     thoughts, close, _ = text_of(message).rpartition(THOUGHTS_CLOSE)
     if not close:

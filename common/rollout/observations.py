@@ -79,6 +79,7 @@ class Observations:
         protocol = protocol or self.protocol
         text = protocol.observation(parts, role, num_pictures)
         end = self.tokenizer.eos_token
+        # "-": the text of the turn that ends
         before = self.tokenizer.encode("-" + end, add_special_tokens=False)
         whole = self.tokenizer.encode("-" + end + text, add_special_tokens=False)
         ids = whole[len(before) :]

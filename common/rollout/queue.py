@@ -32,7 +32,8 @@ class PromptQueue:
 
     def take(self) -> list[int]:
         """Open prompts until `at_once` are under way, or none waits. Returns the keys of their
-        episodes; those of a row with a problem have ended already."""
+        episodes, each of which the caller has to `end`; nothing is to be sampled for those that
+        have a `finish_reason`, since their row has a problem."""
         keys = []
         while self.can_take:
             index, row = next(self.prompts)

@@ -130,6 +130,7 @@ class Session:
             else:
                 value = Frames(pictures, picture.get("fps") or 1.0)
         self.namespace[picture["name"]] = value
+        # 0 for a picture of the row that the prompt does not show, else 1
         self.num_pictures += picture["seen"]
 
     def picture(self, encoded: bytes):
@@ -151,8 +152,9 @@ class Session:
         return json.loads(self.read(int.from_bytes(head, "big")))
 
     def read(self, size: int) -> bytes:
-        """That many bytes; b"" at the end of the socket. Without a buffer: the state of memory does
-        not depend on whether they come in one piece."""
+        """That many bytes; b"" at the end of the socket."""
+        # Without a buffer, whose memory would depend on the pieces in which they come: a program that
+        # runs again prints the same addresses, and has its sets in the same order.
         data = self.connection.recv(size, socket.MSG_WAITALL)
         while data and len(data) < size:
             piece = self.connection.recv(size - len(data), socket.MSG_WAITALL)

@@ -39,6 +39,8 @@ CROP_SCHEMA = {
         },
     },
 }
+# "1 to 16" is Pixel Reasoner's wording: its videos have 16 frames. `select_frames` takes as many as
+# there are.
 SELECT_SCHEMA = {
     "type": "function",
     "function": {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_models import COMPOSITES, FAMILIES, write_family
+from family_models import COMPOSITES, DELTA_NETS, FAMILIES, write_family
 from helpers import ROOT, run_script
 from safetensors.torch import load_file, save_file
 
@@ -42,10 +42,12 @@ REFUSED = {
 }
 
 
-def results_of(folder: Path, families: list[str], engine: str, ranks: int = 0) -> dict[str, dict]:
+def results_of(
+    folder: Path, families: list[str], engine: str, ranks: int = 0, dtype: str = "fp32"
+) -> dict[str, dict]:
     """{family: what tests/workers/engine_families.py prints of it}. ranks: that share an engine."""
     worker = ROOT / "tests" / "workers" / "engine_families.py"
-    options = ["--engine", engine, "--ranks", max(ranks, 1)]
+    options = ["--engine", engine, "--dtype", dtype, "--ranks", max(ranks, 1)]
     done = run_script(worker, folder, *families, *options, ranks=ranks, timeout=1200)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     results = {result.pop("family"): result for result in map(json.loads, lines)}
@@ -96,6 +98,16 @@ def test_every_family_is_exact_in_an_engine_or_refused_by_name(engine, tmp_path)
             assert refused[family] in result["refused"], family
         else:
             check_gaps(family, result)
+
+
+@pytest.mark.slow
+def test_gated_delta_nets_follow_the_policy_in_vllms_own_kernel(tmp_path):
+    """On CPUs it computes in bf16 alone: a bound of its own, for the mean of all tokens."""
+    results = results_of(tmp_path, sorted(DELTA_NETS), "vllm", dtype="bf16")
+    for family, result in results.items():
+        gaps = [result[state] for state in ("fresh", "synced", "restored")]
+        assert max(gaps) < 0.03, (family, gaps)
+        assert result["stale"] > 5 * max(gaps), (family, result["stale"], gaps)
 
 
 @pytest.mark.slow

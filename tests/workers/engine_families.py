@@ -3,9 +3,10 @@ itself says in single forwards of what they have sampled.
 
     python tests/workers/engine_families.py FOLDER FAMILY...
 
-Prints a JSON object for each family: the largest |log-prob gap| (fp32) of the engine as loaded from
-disk (fresh), after the weights have moved by a tenth without a sync (stale), after the sync
-(synced), and after one that takes them back (restored); or with what the family was refused.
+Prints a JSON object for each family: the largest |log-prob gap| (with --dtype bf16 the mean one) of
+the engine as loaded from disk (fresh), after the weights have moved by a tenth without a sync
+(stale), after the sync (synced), and after one that takes them back (restored); or with what the
+family was refused.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from common.engine.hf import HuggingFaceEngine
 from common.engine.protocol import Engine, EngineConfig
 from common.engine.vllm import VllmEngine
 from common.models import Policy, sync_engine
+from common.precision import DTYPES
 from common.progress import say
 from common.script import run
 from common.types import Sampling
@@ -42,7 +44,8 @@ def make_prompts() -> list[list[int]]:
 
 
 @torch.no_grad()
-def largest_gap(engine: Engine, model: nn.Module, step: int, reasons: Counter) -> float:
+def gaps_of_tokens(engine: Engine, model: nn.Module, step: int, reasons: Counter) -> torch.Tensor:
+    """|log-prob gap| of all sampled tokens [T]."""
     prompts = make_prompts()
     completions = generate(engine, prompts, SAMPLING, [11, 12, 13, 14], step)
     gaps = []
@@ -53,8 +56,8 @@ def largest_gap(engine: Engine, model: nn.Module, step: int, reasons: Counter) -
             logits = model(ids, use_cache=False).logits[0].float() / SAMPLING.temperature
             predictions = logits.log_softmax(-1)[len(prompt) - 1 : -1]
             expected = predictions.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-            gaps.append((expected - torch.tensor(sample.logprobs)).abs().max())
-    return max(gaps).item()
+            gaps.append((expected - torch.tensor(sample.logprobs)).abs())
+    return torch.cat(gaps)
 
 
 @torch.no_grad()
@@ -67,7 +70,7 @@ def move(model: nn.Module) -> None:
 
 
 def gaps_of(
-    folder: Path, family: str, engine_name: str, ranks: int, world: World
+    folder: Path, family: str, engine_name: str, ranks: int, dtype: torch.dtype, world: World
 ) -> dict[str, object]:
     if world.is_main:
         write_family(folder, family)
@@ -82,19 +85,24 @@ def gaps_of(
     engine_class = VllmEngine if engine_name == "vllm" else HuggingFaceEngine
     options = {"end_ids": END_IDS, "max_model_len": 512, "sleep_level": 0, "memory_gib": 0.25}
     options["ranks"] = ranks
-    engine = engine_class(EngineConfig(str(folder), torch.float32, world, **options))
+    engine = engine_class(EngineConfig(str(folder), dtype, world, **options))
     engine.books.step = 0
     result: dict[str, object] = {"decoder unchanged": decoder.__init__ is initializer}
     reasons: Counter = Counter()  # why samples have ended
-    result["fresh"] = largest_gap(engine, model, 0, reasons)
+
+    def gap(step: int) -> float:
+        gaps = gaps_of_tokens(engine, model, step, reasons)
+        return (gaps.max() if dtype == torch.float32 else gaps.mean()).item()
+
+    result["fresh"] = gap(0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     move(model)
-    result["stale"] = largest_gap(engine, model, 0, reasons)
+    result["stale"] = gap(0)
     sync_engine(engine, policy, 1)
-    result["synced"] = largest_gap(engine, model, 1, reasons)
+    result["synced"] = gap(1)
     model.load_state_dict(before)
     sync_engine(engine, policy, 2)
-    result["restored"] = largest_gap(engine, model, 2, reasons)
+    result["restored"] = gap(2)
     result["reasons"] = reasons
     if engine_name == "vllm":
         (result["class"],) = engine.llm.apply_model(lambda model: type(model).__name__)
@@ -108,7 +116,8 @@ def main(args: argparse.Namespace) -> None:
         start = time.process_time()
         folder = args.folder / family
         try:
-            result = gaps_of(folder, family, args.engine, args.ranks, world)
+            dtype = DTYPES[args.dtype]
+            result = gaps_of(folder, family, args.engine, args.ranks, dtype, world)
         except SystemExit as refusal:
             result = {"refused": str(refusal).replace(str(folder), "FOLDER")}
         if args.engine == "vllm":  # groups of a mixture are made with the first model alone
@@ -124,5 +133,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("families", nargs="+")
     parser.add_argument("--engine", choices=["vllm", "hf"], default="vllm")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="the engine's")
     parser.add_argument("--ranks", type=int, default=1, help="that share an engine, by torchrun")
     run(main, parser.parse_args())
