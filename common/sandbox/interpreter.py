@@ -153,8 +153,8 @@ class Session:
 
     def read(self, size: int) -> bytes:
         """That many bytes; b"" at the end of the socket."""
-        # Without a buffer, whose memory would depend on the pieces in which they come: a program that
-        # runs again prints the same addresses, and has its sets in the same order.
+        # Without a buffer, whose memory would depend on the pieces in which they come: a program
+        # that runs again prints the same addresses, and has its sets in the same order.
         data = self.connection.recv(size, socket.MSG_WAITALL)
         while data and len(data) < size:
             piece = self.connection.recv(size - len(data), socket.MSG_WAITALL)

@@ -55,8 +55,8 @@ class Relation(NamedTuple):
 
 
 def read_relation(text: str) -> Relation | None:
-    """The sides and signs of a text; None if no sign stands outside of all brackets. None, too, of a
-    list, such as x = 5, 6, and of a union or an intersection of several relations."""
+    """The sides and signs of a text; None if no sign stands outside of all brackets. None, too, of
+    a list, such as x = 5, 6, and of a union or an intersection of several relations."""
     signs = outside(text, RELATION_SIGN)
     if not signs or outside(text, SEPARATOR):
         return None
