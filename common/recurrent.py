@@ -11,7 +11,7 @@ its recurrence and from its last inputs of the convolution.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from itertools import accumulate
@@ -217,51 +217,53 @@ def over_segments(
 
 
 @dataclass
-class Places:
-    """Where the segments of a pack are, int64 on its device.
+class Sequences:
+    """Segments of a pack, as a kernel reads them. Tensors int64.
 
-    prompts [P] and responses [R]: the places of their tokens in the pack, segment by segment.
-    prompt_ends [number of prompts + 1] and response_ends: the lengths of these segments, summed up
-    from 0; the same on the host. prompt_of [number of responses]: the prompt of each. back [L]: the
-    places of the pack's tokens in prompts and responses, one behind the other.
+    places [T]: of their tokens in the pack, segment by segment. bounds [N + 1]: where each of the N
+    segments begins and ends in `places`; bounds_on_host: the same on the CPU.
     """
 
-    prompts: Tensor
-    responses: Tensor
-    prompt_ends: Tensor
-    response_ends: Tensor
-    prompt_ends_on_host: Tensor
-    response_ends_on_host: Tensor
-    prompt_of: Tensor
-    back: Tensor
+    places: Tensor
+    bounds: Tensor
+    bounds_on_host: Tensor
+
+    @staticmethod
+    def of(segments: list[range], device: torch.device) -> "Sequences":
+        places = [place for segment in segments for place in segment]
+        bounds = torch.tensor([0, *accumulate(map(len, segments))])
+        places_on_device = torch.tensor(places, dtype=torch.int64, device=device)
+        return Sequences(places_on_device, bounds.to(device), bounds)
+
+
+def segments_of(units: Units) -> Iterator[tuple[range, list[range]]]:
+    """The places of each prompt of a pack, and those of each of its responses."""
+    start = 0
+    for lengths in units:
+        segments = []
+        for length in lengths:
+            segments.append(range(start, start + length))
+            start += length
+        yield segments[0], segments[1:]
 
 
 @lru_cache(maxsize=1)  # all layers of a micro-batch ask for the same
-def places_of(units: Units, device: torch.device) -> Places:
-    prompts: list[int] = []
-    responses: list[int] = []
-    prompt_of: list[int] = []
-    start = 0
-    for i, (prompt_length, *lengths) in enumerate(units):
-        prompt_end = start + prompt_length
-        end = prompt_end + sum(lengths)
-        prompts.extend(range(start, prompt_end))
-        responses.extend(range(prompt_end, end))
-        prompt_of.extend([i] * len(lengths))
-        start = end
-    prompt_ends = torch.tensor([0, *accumulate(unit[0] for unit in units)])
-    response_lengths = (length for unit in units for length in unit[1:])
-    response_ends = torch.tensor([0, *accumulate(response_lengths)])
-    return Places(
-        prompts=torch.tensor(prompts, device=device),
-        responses=torch.tensor(responses, device=device, dtype=torch.int64),
-        prompt_ends=prompt_ends.to(device),
-        response_ends=response_ends.to(device),
-        prompt_ends_on_host=prompt_ends,
-        response_ends_on_host=response_ends,
-        prompt_of=torch.tensor(prompt_of, device=device, dtype=torch.int64),
-        back=torch.tensor(prompts + responses, device=device).argsort(),
-    )
+def prompts_and_responses(
+    units: Units, device: torch.device
+) -> tuple[Sequences, Sequences, Tensor, Tensor]:
+    """All prompts; all responses; which prompt each response has; and for each token of the pack
+    [L] where it is in the prompts and, behind them, the responses."""
+    prompts: list[range] = []
+    responses: list[range] = []
+    prompt_of_response: list[int] = []
+    for i, (prompt, responses_of_prompt) in enumerate(segments_of(units)):
+        prompts.append(prompt)
+        responses.extend(responses_of_prompt)
+        prompt_of_response.extend([i] * len(responses_of_prompt))
+    prompt_index = torch.tensor(prompt_of_response, dtype=torch.int64, device=device)
+    first, second = (Sequences.of(segments, device) for segments in (prompts, responses))
+    order = torch.cat([first.places, second.places]).argsort()
+    return first, second, prompt_index, order
 
 
 def delta_rule_by_fla(
@@ -278,60 +280,47 @@ def delta_rule_by_fla(
 ) -> tuple[Tensor, None]:
     """What `delta_rule_over_pack` computes, in two calls: all prompts, then all responses from the
     states of their prompts."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # wants a GPU
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # there on GPUs alone
 
-    places = places_of(tuple(map(tuple, units)), query.device)
-
-    def apply(tokens: Tensor, ends: Tensor, ends_on_host: Tensor, states: Tensor | None):
-        q, k, v, decay, step_size = (x[:, tokens] for x in (query, key, value, g, beta))
+    def apply(sequences: Sequences, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs [1, T, H, V] and the states [N, H, K, V] after each sequence."""
+        parts = (tensor[:, sequences.places] for tensor in (query, key, value, g, beta))
         return chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g=decay,
-            beta=step_size,
+            **dict(zip(("q", "k", "v", "g", "beta"), parts)),
             initial_state=states,
             output_final_state=True,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=ends,
-            cu_seqlens_cpu=ends_on_host,
+            cu_seqlens=sequences.bounds,
+            cu_seqlens_cpu=sequences.bounds_on_host,
         )
 
-    outputs, states = apply(places.prompts, places.prompt_ends, places.prompt_ends_on_host, None)
-    if len(places.responses):
-        response_outputs, _ = apply(
-            places.responses,
-            places.response_ends,
-            places.response_ends_on_host,
-            states[places.prompt_of],
-        )
+    units_key = tuple(map(tuple, units))
+    prompts, responses, prompt_index, order = prompts_and_responses(units_key, query.device)
+    outputs, states = apply(prompts, None)
+    if len(prompt_index):
+        response_outputs, _ = apply(responses, states[prompt_index])
         outputs = torch.cat([outputs, response_outputs], dim=1)
-    return outputs[:, places.back], None
+    return outputs[:, order], None
 
 
-@lru_cache(maxsize=1)  # as `places_of`
-def places_with_states(
+@lru_cache(maxsize=1)  # as in `prompts_and_responses`
+def places_behind_states(
     units: Units, num_before: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The places in a pack [L] of each segment's tokens, behind those of the `num_before` tokens
-    that come before it, L for none; and where in that row the segments' tokens are, [L]."""
-    length = sum(map(sum, units))
+    """A row in which each segment of a pack of L tokens stands behind the `num_before` tokens that
+    come before it: places in the pack, L for no token. And where in the row the pack's tokens are,
+    [L]."""
+    no_token = sum(map(sum, units))
     row: list[int] = []
-    own: list[int] = []
-    start = 0
-    for prompt_length, *lengths in units:
-        nothing = [length] * num_before
-        prompt = range(start, start + prompt_length)
-        before_response = [*nothing, *prompt][-num_before:]
-        for before, segment_length in (
-            (nothing, prompt_length),
-            *((before_response, response_length) for response_length in lengths),
-        ):
-            row.extend(before)
-            own.extend(range(len(row), len(row) + segment_length))
-            row.extend(range(start, start + segment_length))
-            start += segment_length
-    return torch.tensor(row, device=device), torch.tensor(own, device=device)
+    positions: list[int] = []
+    for prompt, responses in segments_of(units):
+        before_prompt = [no_token] * num_before
+        before_response = [*before_prompt, *prompt][len(prompt) :]
+        for segment in (prompt, *responses):
+            row.extend(before_prompt if segment is prompt else before_response)
+            positions.extend(range(len(row), len(row) + len(segment)))
+            row.extend(segment)
+    return torch.tensor(row, device=device), torch.tensor(positions, device=device)
 
 
 def convolution_in_one_call(
@@ -344,10 +333,10 @@ def convolution_in_one_call(
 ) -> Tensor:
     """What `convolution_over_pack` computes, in one call: each segment behind the inputs before it,
     which for a prompt are zeros."""
-    units_and_width = (tuple(map(tuple, units)), weight.shape[1] - 1)
-    row, own = places_with_states(*units_and_width, inputs.device)
+    num_before = weight.shape[1] - 1
+    row, positions = places_behind_states(tuple(map(tuple, units)), num_before, inputs.device)
     with_zeros = nn.functional.pad(inputs, (0, 1))
-    return convolution(with_zeros[:, :, row], weight, bias, **options)[:, :, own]
+    return convolution(with_zeros[:, :, row], weight, bias, **options)[:, :, positions]
 
 
 BY_FLA = {
