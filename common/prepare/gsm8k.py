@@ -96,7 +96,7 @@ def download_split(split: str) -> Path:
 
 
 def to_table(rows: list[dict[str, str]], split: str) -> pa.Table:
-    """verl's columns; the ground truth is the text after `#### ` without commas."""
+    """verl's columns; the ground truth is the number after `#### `, without commas."""
     records = []
     for index, row in enumerate(rows):
         ground_truth = final_answer(row["answer"])
@@ -116,7 +116,7 @@ def final_answer(answer: str) -> str:
     match = FINAL_ANSWER.search(answer)
     if match is None:
         raise ValueError(f"no final answer after #### in {answer!r}")
-    number = match[1].replace(",", "")
+    number = match[1].replace(",", "").removesuffix(".")
     float(number)  # raises for "1.2.3"
     return number
 

@@ -97,10 +97,11 @@ def sample_prompts(
         engine.submit(request)
 
     def sample_answers() -> Iterator[int]:
-        """Without `turns`: yield the key of each episode, once it has its answer."""
+        """Without `turns`: yield the key of each episode, once it has its answer or can have
+        none."""
         while engine.busy or queue.can_take:
             for key in queue.take():
-                if queue.episodes[key].finish_reason:
+                if queue.episodes[key].finish_reason:  # its row has a problem: nothing to sample
                     yield key
                 elif key % sampling.n == 0:  # one request for a group
                     submit(key, sampling.n)

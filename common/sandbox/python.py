@@ -87,7 +87,7 @@ class PythonWorkers(ToolPool):
                 "the sandbox does not start",
                 new_sandbox,
                 max_sandboxes,
-                share=1,
+                share=1,  # trajectories that a sandbox gets before another one is started
                 at_once=at_once,
             )
             if confined:
@@ -109,7 +109,7 @@ class PythonWorkers(ToolPool):
         if call.error or not isinstance(code, str):
             self.add_reply(key, failed_block(call.error or "expected a text as the argument code"))
             return
-        earlier = []
+        earlier: list[tuple[str, int]] = []  # code, and how many of its figures were shown
         for record in context["calls"]:
             if record["info"].get("ended"):
                 earlier.append((record["arguments"]["code"], record["media"]))
@@ -130,7 +130,11 @@ class PythonWorkers(ToolPool):
 
 
 def prompt_pictures(context: Mapping) -> list[dict]:
-    """The pictures and videos of the prompt, under the names that a program knows them by."""
+    """The pictures and videos of the prompt, under the names that a program knows them by.
+
+    The number of an image_clue counts the videos before it, too, as those of later figures do; that
+    of a video_clue counts videos alone.
+    """
     pictures = []
     num_videos = 0
     for index, medium in enumerate(context["media"][: context["num_prompt_media"]]):

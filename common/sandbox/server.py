@@ -142,8 +142,9 @@ def warm_up(folder: str, kept: list[str], confined: bool) -> None:
 def preload() -> None:
     """Import what programs use most, so that a child has it at once.
 
-    What is imported must have the same addresses each time. matplotlib starts a second thread while
-    it builds its list of fonts: a child does that, and this process reads the list from its file.
+    What is imported must have the same addresses each time (`fill` says why). matplotlib starts a
+    second thread while it builds its list of fonts: a child does that, and this process reads the
+    list from its file.
     """
     import matplotlib
 
@@ -301,10 +302,12 @@ def fillers_of(free_blocks: dict[int, int]) -> list[tuple[list, Iterator]]:
 
 
 def fill(fillers: Iterator[tuple[list, Iterator]]) -> None:
-    """Take the free blocks of Python's memory, for good.
+    """Take the free blocks of Python's memory, for good: a program that runs again is to have its
+    objects at the same addresses, since it may print them, and the order of its sets depends on
+    them.
 
-    They are the same ones at each fork, but the order in which Python would take them depends on
-    what the server has done before, and so would the addresses of a program's objects.
+    The free blocks are the same ones at each fork, but the order in which Python would take them depends on
+    what the server has done before.
     """
     # the cache of attributes keeps names alive: which ones depends on their addresses
     sys._clear_type_cache()

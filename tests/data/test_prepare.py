@@ -365,6 +365,8 @@ def test_gsm8k_bad_files(tmp_path):
     with pytest.raises(ValueError, match="no final answer"):
         gsm8k.final_answer("72")
     assert gsm8k.final_answer("10 #### -1,234.5 ") == "-1234.5"
+    for text in ("72.", "72,", "72"):
+        assert gsm8k.final_answer(f"#### {text}") == "72"
     for more in ("1/2", "5 or 6", "2^10", "1e5", "3,5"):
         with pytest.raises(ValueError, match="no final answer"):
             gsm8k.final_answer(f"so #### {more}")
