@@ -306,8 +306,8 @@ def fill(fillers: Iterator[tuple[list, Iterator]]) -> None:
     objects at the same addresses, since it may print them, and the order of its sets depends on
     them.
 
-    The free blocks are the same ones at each fork, but the order in which Python would take them depends on
-    what the server has done before.
+    The free blocks are the same ones at each fork, but the order in which Python would take them
+    depends on what the server has done before.
     """
     # the cache of attributes keeps names alive: which ones depends on their addresses
     sys._clear_type_cache()
