@@ -49,12 +49,14 @@ def has_delta_rule(model: nn.Module) -> bool:
 
 
 def share_prompts(model: nn.Module, kernels: str = "torch") -> None:
-    """Let the recurrent layers of a model take `units`. Without that keyword they compute what they
-    did before, with the same functions; with the kernels "fla" transformers' own in torch.
+    """Let the recurrent layers of a model take `units`.
 
-    The functions are replaced in the module of transformers that defines the model, for all models
-    of its kind in this process. SystemExit if it lacks the convolution, which all recurrent layers
-    have, or if the package kernels hides a function.
+    Without that keyword they compute what they did before, with the same functions. With
+    kernels="fla" packs are computed by `BY_FLA`, and without the keyword the functions that it
+    replaces are those in torch. The functions are replaced in the module of transformers that
+    defines the model, for all models of its kind in this process. SystemExit if it lacks the
+    convolution, which all recurrent layers have, or if Hugging Face's package `kernels` hides a
+    function.
     """
     modeling = sys.modules[type(model).__module__]
     kind = model.config.model_type
@@ -71,7 +73,7 @@ def share_prompts(model: nn.Module, kernels: str = "torch") -> None:
                 "functions in torch, the only ones with shared prompts: export USE_HUB_KERNELS=0"
             )
         if kernels == "fla" and name in BY_FLA:
-            # without units in torch, so that the check at the start sees what the kernel computes
+            # without units in torch: what `check_policy` compares the kernel with
             function = inspect.unwrap(function)
             over_pack = BY_FLA[name]
         setattr(modeling, name, taking_units(function, over_pack))
@@ -80,9 +82,8 @@ def share_prompts(model: nn.Module, kernels: str = "torch") -> None:
 def taking_units(function: Callable, over_pack: Callable) -> Callable:
     """`function`, and `over_pack` in its place if a layer passes `units`.
 
-    Packs are always computed by transformers' own function in torch. Its wrapper of the same name
-    calls a kernel of flash-linear-attention, causal-conv1d or mamba-ssm instead, if that is
-    installed.
+    `over_pack` gets transformers' own function in torch. Its wrapper of the same name would call a
+    kernel of flash-linear-attention, causal-conv1d or mamba-ssm instead, if that is installed.
     """
     function_in_torch = inspect.unwrap(function)
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-# What --engine-args may set: how vLLM uses the machine, not what it samples from.
+# What --engine-args may set: how vLLM uses the machine, not which weights or settings it samples
+# with. A kv_cache_dtype of fewer bits moves log-probs, which --max-logprob-gap bounds.
 FREE_ARGS = [
     "async_scheduling",
     "attention_backend",

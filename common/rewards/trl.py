@@ -18,10 +18,11 @@ def has_trl_signature(function: Callable) -> bool:
 def with_verl_signature(function: Callable) -> Callable:
     """The function as one of verl's, for one response; an `async def` stays one.
 
-    extra_info has the columns of the row, `prompt` and, in training, `completion_ids`. Returns a
-    dict of the "score" and what the function logs by log_metric and log_extra. ValueError if the
-    function wants an argument that is not there, or does not return one score; if that score is
-    None, the error contains NOT_APPLICABLE.
+    The columns that it gets are data_source, ground_truth and the fields of the row's extra_info,
+    to which `prompt` and, in training, `completion_ids` are added. Returns a dict of the "score"
+    and what the function logs by log_metric and log_extra. ValueError if the function wants an
+    argument that is not there, or does not return one score; if that score is None, the error
+    contains NOT_APPLICABLE.
     """
 
     def call(data_source, text, ground_truth, extra_info, logged: dict) -> object:

@@ -57,7 +57,7 @@ class FunctionJob:
 
     messages: list[dict]
     ground_truth: Any
-    kwargs: dict
+    kwargs: dict  # the row's extra_info.interaction_kwargs
 
 
 def is_class(spec: str) -> bool:
@@ -74,8 +74,9 @@ def load_environment(spec: str) -> type:
 
 
 def method_schemas(spec: str) -> dict[str, dict]:
-    """{method: schema} of the tools of an environment. ValueError if it has none, or if one is no
-    plain method, or lacks a type or a description."""
+    """{method: schema} of the tools of an environment: its public methods with a docstring.
+    ValueError if there are none, or if one is no plain method, or has an argument without a type or
+    a description."""
     from common.torch_repair import transformers  # not in workers: it takes seconds
 
     schemas: dict[str, dict] = {}
