@@ -88,8 +88,8 @@ def shared_prompt_attention(
     softcap: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Segment by segment: a response sees its prompt and itself. There is no [L, L] mask, and
-    nothing is quadratic in L.
+    """Segment by segment: a response sees its prompt and itself. No mask or score is of a whole
+    pack: what is quadratic is so in the length of a prompt with one of its responses.
 
     units: for each prompt of the pack, its length and those of its responses (`MicroBatch.units`).
     The signature is that of transformers' AttentionInterface: query [1, H, L, D], key and value
@@ -252,7 +252,8 @@ def _attend_in_blocks(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """query [1, H, L, D], key and value [1, K, L, D] -> [1, H, L, D]."""
+    """query [1, H, L, D], key and value [1, K, L, D] -> [1, H, L, D]; L is a multiple of BLOCK, to
+    which packs for flex attention are padded (`layout_of`)."""
     # here, since the compiler breaks its graph at a module that is imported later
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 

@@ -71,8 +71,8 @@ def lines_to_verl(
     lines = table.column(0).to_pylist()
     for i, row in rows_by_line.items():
         converted = convert(row, stem_of(path), prefix, with_tools)
-        # a line begins with a newline for each blank line before it (`lines_of` in rows.py), so that
-        # messages can tell its place
+        # a line begins with a newline for each blank line before it (`lines_of` in rows.py), so
+        # that messages can tell its place
         num_blank = lines[i].count(b"\n")
         lines[i] = b"\n" * num_blank + json.dumps(converted).encode()
     return pa.table({JSON_LINE: pa.array(lines, pa.large_binary())}, metadata=table.schema.metadata)
