@@ -17,7 +17,8 @@ ROOT = Path("/")
 # oneDNN's
 GPU_WORDS = ("out of memory", "alloc_failed")
 CPU_WORDS = ("defaultcpuallocator", "bad_alloc", "could not create a memory object")
-# oneDNN had no memory to compile a kernel in, and does not try again
+# oneDNN had no memory to compile a kernel in, and does not try again: the end of its message, which
+# for other reasons goes on ("... a primitive descriptor for")
 NO_KERNEL = "could not create a primitive"
 
 
@@ -27,7 +28,7 @@ def free_memory(root: Path = ROOT) -> int:
     Pages of files that have not been used lately count as free: the kernel drops them when it needs
     memory.
     """
-    import psutil  # here: workers ask for no memory
+    import psutil  # here: workers, which call no such function, do not wait for it
 
     free = psutil.virtual_memory().available
     for folder in control_groups("memory", root):
@@ -39,7 +40,7 @@ def free_memory(root: Path = ROOT) -> int:
 
 def total_memory(root: Path = ROOT) -> int:
     """Bytes of memory of the machine, or of the smallest control group."""
-    import psutil  # here: workers ask for no memory
+    import psutil  # here: workers, which call no such function, do not wait for it
 
     limits = [memory_limit(folder) for folder in control_groups("memory", root)]
     return int(min([psutil.virtual_memory().total, *limits]))

@@ -96,6 +96,8 @@ def to_row(record: dict, split: str, index: int) -> dict:
     num_marks = problem.count("<image>")
     if num_marks != len(images):
         raise ValueError(f"{num_marks} times <image> in the problem, but {len(images)} images")
+    if not problem.replace("<image>", "").strip():
+        raise ValueError("no text in the problem")
     for image in images:
         if not image or not image.get("bytes") or not isinstance(image["bytes"], bytes):
             raise ValueError("an image without its bytes")

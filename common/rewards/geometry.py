@@ -89,8 +89,8 @@ def is_same_element(answer: str, truth: str) -> bool:
     r"""Numbers by value, anything else by `is_equal`.
 
     If the truth is an integer, only a plain number can be right, or an answer that is spelled like
-    the truth: no \sqrt, \frac, power or sum. Fractions, but not mixed numbers, count in lowest terms
-    only, unless they are spelled like the truth.
+    the truth: no \sqrt, \frac, power or sum. Fractions, but not mixed numbers, count in lowest
+    terms only, unless they are spelled like the truth.
     """
     answer, unit, truth, true_unit = split_units(*unlabelled(answer, truth))
     if not units_agree(unit, true_unit):

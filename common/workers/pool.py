@@ -30,8 +30,8 @@ class Pool:
     If a later worker does not start, the job that it would have got fails, and the worker is
     started again for the next one; if the system has no room for more, fewer go on.
 
-    A worker is a `Worker`, or has what is used here of one (`kill` only in `run`). Its `deadline` is
-    infinite while it has nothing to do.
+    A worker is a `Worker`, or has what is used here of one (`kill` only in `run`). Its `deadline`
+    is infinite while it has nothing to do.
     """
 
     def __init__(

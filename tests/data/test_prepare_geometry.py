@@ -143,6 +143,7 @@ def test_prepare_several_files_and_validation(tmp_path):
         (published(answer=""), "no answer of 1 to 512 characters"),
         (published(answer=None), "no answer of 1 to 512 characters"),
         (published(problem=None), "0 times <image>"),
+        (published("<image>"), "no text in the problem"),
     ],
 )
 def test_prepare_names_the_bad_row(tmp_path, row, words):

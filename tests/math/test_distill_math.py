@@ -4,11 +4,12 @@ sampled estimator by enumeration, one denominator, prompts of the teacher's own.
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import random_policy
+from helpers import make_args, random_policy
 from torch import nn
 from transformers import Qwen2Config
 
@@ -19,13 +20,14 @@ from common.divergence import MISSING_LOGPROB, Prediction, compare
 from common.flags import Rollout
 from common.logprobs import LogitTransform
 from common.packing import Packer, TokenIndex, pack
+from common.steps import Stopwatch
 from common.teacher import (
     Predictor,
     check_same_tokens,
     store_divergences,
     with_teacher_prompts,
 )
-from common.types import Episode
+from common.types import Episode, Row
 from distill import Args, Tokens, backward, divergence_terms
 
 DIVERGENCES = [("reverse-kl", 0.5), ("forward-kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.9)]
@@ -382,3 +384,29 @@ def test_missing_words_of_a_teacher_are_as_good_as_impossible(tmp_path):
     assert found[2] == MISSING_LOGPROB and math.isfinite(found.sum())
     others = [i for i in range(len(found)) if i != 2]
     torch.testing.assert_close(found[others], expected[others])
+
+
+def test_a_response_of_the_data_is_left_out_where_a_row_cannot_be_read():
+    """Whichever row: the student's (1) or its teacher's (2). Of 3 the teacher's cannot be read, and
+    the response was sampled."""
+
+    def row(index: int, *, is_bad: bool) -> Row:
+        problem = "a picture is gone" if is_bad else ""
+        return Row(index, "", "", None, {}, [1], problem=problem)
+
+    def episode(place: int, finish_reason: str) -> Episode:
+        return Episode(place, 0, [1], [2], [1], [0.0], finish_reason=finish_reason)
+
+    rollouts = SimpleNamespace(
+        draw=lambda count: {place: row(place, is_bad=place == 1) for place in range(count)},
+        sample=lambda prompts, step, watch: [episode(place, "stop") for place in prompts],
+        score=lambda episodes, prompts: None,
+    )
+    responses = SimpleNamespace(episode=lambda place, row, max_tokens: episode(place, "data"))
+    teacher = SimpleNamespace(usable_row=lambda index: row(index, is_bad=index in (2, 3)))
+    args = make_args(distill, prompts_per_step=4, data_share=0.75)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill, "data_places", lambda *_: {0, 1, 2})
+        episodes = distill.collect(rollouts, args, responses, teacher, 0, Stopwatch())
+    found = {episode.prompt_index: episode.finish_reason for episode in episodes}
+    assert found == {0: "data", 3: "unreadable"}

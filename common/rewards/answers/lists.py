@@ -118,8 +118,8 @@ def solution_set(variable: str, condition: str) -> str:
 
 
 def items_of(text: str) -> list[str]:
-    r"""The items of a list; of x = 1, 2 without the label, and of \pm 3 both; [text] of what is no
-    list."""
+    r"""The items of a list; of x = 1, 2 without the label, of \pm 3 both, and of 3 hours 20 minutes
+    the two quantities; [text] of what is no list."""
     items = measures(text) or split_outside(text, SEPARATOR)
     others_are_relations = any(read_relation(item) for item in items[1:])
     if len(items) > 1 and read_relation(items[0]) and not others_are_relations:
