@@ -302,7 +302,8 @@ def token_weights(
 class Tokens:
     """What is known of each trained token: T of them on this rank in a step, N in a micro-batch."""
 
-    episode_of_token: Tensor  # [T] int64: index of its episode; not used here
+    # [T] int64: index of its episode; no loss here needs it, as GSPO's in grpo.py does
+    episode_of_token: Tensor
     lengths: Tensor  # [T] float: trained tokens of its episode
     rollout_logprobs: Tensor  # [T] float32: the engine's
     # [T] float32: the trainer's, with the weights of the rollout; NaN until computed

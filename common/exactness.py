@@ -17,8 +17,8 @@ from common.types import Episode
 from common.vision import FAMILIES, skeleton
 
 fsdp = Later("torch.distributed.fsdp")
-# how far, in the mean, log-probs of a micro-batch may be from those of single texts; in 16 bits as
-# far as an engine's in bf16
+# how far, in the mean, log-probs of a micro-batch may be from those of single texts; in 16 bits
+# what `GAP_LIMITS` allows between engine and trainer in bf16
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 # model types that are read neither in packs nor in rows
 REFUSALS = {

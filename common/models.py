@@ -382,8 +382,9 @@ def sync_engine(engine: Engine, policy: nn.Module, step: int) -> None:
     engine.wake("kv_cache")
 
 
-def sleep_engine(engine: Engine, policy: nn.Module) -> None:
-    """Let the engine sleep, and the policy compute."""
+def sleep_engine(engine: Engine, policy: nn.Module | None) -> None:
+    """Let the engine sleep, and the policy compute. None: there is only the engine, as in tests."""
     engine.sleep()
-    for base in getattr(policy, "host_bases", []):  # none without a policy
-        base.to_device()
+    if policy is not None:
+        for base in policy.host_bases:
+            base.to_device()

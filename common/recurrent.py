@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-Units = tuple[tuple[int, ...], ...]  # `MicroBatch.units`, to look up by
+Units = tuple[tuple[int, ...], ...]  # `MicroBatch.units`, hashable for `lru_cache`
 
 # model_type of language models whose recurrent layers are exact in packs, as
 # tests/math/test_recurrent.py shows; layers of others would silently ignore `units`

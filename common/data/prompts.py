@@ -62,7 +62,8 @@ class PreparedRow:
     """A row, ready for its chat template."""
 
     prompt: Prompt  # cleaned
-    # as the template takes them: tools added, texts and pictures as parts, control tokens spaced
+    # as the template takes them: tools added, texts and pictures as parts, and a space in control
+    # tokens that a message spells (`spacing`)
     messages: Prompt
     pictures: list[Picture]
     kwargs_of_tool: dict[str, dict]  # tools on offer: name -> the row's keyword arguments
@@ -128,6 +129,7 @@ class PromptData:
                 with_tools=bool(tools),
                 needs_truth=self.needs_truth,
             ),
+            # where the hub's files are differs from machine to machine
             once=partial(once_per_machine, world, alike=False),
         )
         check_column(self.files, prompt_column)

@@ -72,7 +72,7 @@ def read_split(source: str, split: str) -> list[dict[str, str]]:
     for index, record in enumerate(files.records()):
         try:
             if isinstance(record, str):
-                raise ValueError(record)
+                raise ValueError(record)  # why the row cannot be read
             # raises unless both are texts in Unicode
             "".join([record["question"], record["answer"]]).encode()
             final_answer(record["answer"])

@@ -15,7 +15,7 @@ from typing import Literal
 RIGHT, WRONG, NO_TAG = 1.0, 0.1, 0.0
 MAX_CHARACTERS = 512  # of an expression; longer ones are wrong
 MAX_DIGITS = 6  # of a number
-MAX_DEPTH = 50  # of nested parentheses, signs and powers
+MAX_DEPTH = 50  # levels: nested parentheses, signs and powers, and the number inside of them
 MAX_BITS = 4096  # of a value; in compat also of an integer power
 
 CHARACTERS = re.compile(r"[-+*/(). \t\r\n\f0-9]*")  # of expressions
@@ -44,7 +44,7 @@ def score(
     compat: TinyZero's rule, to compare curves with it. The tag must stand on the last line; `**`,
     `//`, decimals (1.5 made of 1 and 5) and a unary plus count; Python's floats, within 1e-5. Where
     TinyZero may evaluate for ever, this does not: a power that may have more than 4096 bits,
-    nesting deeper than 50 or more than 512 characters are wrong.
+    50 or more nested parentheses, signs and powers, or more than 512 characters are wrong.
     """
     if mode not in ("strict", "compat"):
         raise ValueError(f"mode is {mode!r}, expected 'strict' or 'compat'")

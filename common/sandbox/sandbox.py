@@ -111,6 +111,7 @@ class Sandbox:
         self.folder: tempfile.TemporaryDirectory | None = None
         if self.confined:
             folder = FOLDER
+            # Python's own folders in it: they are mounted there, and the server does not wipe them
             kept = [path for path in python_folders() if path.startswith(f"{FOLDER}/")]
             server = f"{SEEN_AT}/server.py"
             filter_text = program_filter().hex()
@@ -239,7 +240,9 @@ class Sandbox:
         self.enter(State.CLEANING, CLEAN_S)
 
     def order(self, message: bytes) -> None:
-        """Send an order to the server. If that has just died, `poll` sees the end of its socket."""
+        """Send an order to the server: "stop" suspends the child, with all that it has started,
+        until "go"; "kill" ends them. If the server has just died, `poll` sees the end of its
+        socket."""
         with contextlib.suppress(OSError):
             self.control.send(message)
 
