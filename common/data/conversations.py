@@ -187,7 +187,7 @@ class Conversations:
         if vision:
             self.placeholders = tokenizer.convert_ids_to_tokens([*vision.placeholders.values()])
         self.space_control_tokens = spacing(tokenizer, self.placeholders)
-        # alike=False: where the hub's files are differs from machine to machine
+        # alike=False: the paths of the hub's files differ from machine to machine
         self.files = RowFiles(
             paths, flag, max_rows, once=partial(once_per_machine, world, alike=False)
         )

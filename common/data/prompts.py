@@ -129,7 +129,7 @@ class PromptData:
                 with_tools=bool(tools),
                 needs_truth=self.needs_truth,
             ),
-            # where the hub's files are differs from machine to machine
+            # the paths of the hub's files differ from machine to machine
             once=partial(once_per_machine, world, alike=False),
         )
         check_column(self.files, prompt_column)

@@ -348,7 +348,8 @@ def phases_of(
     trained: the policy, then critics. frozen: references. teacher: of a distillation, unless it is
     the base of LoRA; it computes within the update, and its head is kept beside the policy's.
     """
-    if machine.attention == "auto":  # not of a run, which has chosen: see `choose_attention`
+    # a run has chosen before it comes here (`choose_attention`); a test may pass "auto"
+    if machine.attention == "auto":
         # a GPU with fp16 stands for one of capability below 8.0
         attention = "flex" if on_gpu and dtype != torch.float16 else "sdpa"
         machine = replace(machine, attention=attention)
