@@ -93,7 +93,8 @@ class Episode:
     # in the order of their placeholders: the prompt's, then others
     media: "list[Media]" = field(default_factory=list)
     turns: int = 0  # sampled so far
-    # of tools: {turn, name, arguments, text, error, info, media: number of pictures in the reply}
+    # of tools: {turn, name, arguments, text, error, info, media: how many of the reply's pictures
+    # are in the response}
     calls: list[dict] = field(default_factory=list)
     # if something may answer the policy, as a chat: the turns that the policy has ended (not one
     # that was cut off), and the answers to them

@@ -162,7 +162,8 @@ def preload() -> None:
 
 
 def excess_of(child: int, folder: str) -> str:
-    """What a child has too many of; "" if nothing. The kernel has no limits for these."""
+    """What a child has too many of; "" if nothing. No limit of the kernel serves: bubblewrap sets
+    none for the files of a tmpfs, and RLIMIT_NPROC counts all processes of the user."""
     space = os.statvfs(folder)
     if space.f_files - space.f_ffree > MAX_FILES:
         return f"more than {MAX_FILES} files"
@@ -336,7 +337,7 @@ def prctl(*arguments) -> None:
 
 def run_child(fd: int, folder: str, limits: dict[str, int], program_filter: bytes) -> None:
     """Give up the terminal, and all descriptors but the socket; set the limits; if confined, set
-    the filter of system calls; then run block after block. Never returns."""
+    the filter of system calls; then run the trajectory's blocks of code. Never returns."""
     try:
         from interpreter import Session
 

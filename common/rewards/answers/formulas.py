@@ -137,7 +137,7 @@ def real_value(text: str) -> Fraction | None:
 
 def is_identity(a: "sympy.Expr", b: "sympy.Expr") -> bool:
     r"""Whether two expressions agree at each point where both are real, and at two points or more:
-    \ln x - \ln y and \ln(x/y) differ where x and y are negative."""
+    \ln x - \ln y and \ln(x/y) differ where y alone is negative, and are complex there."""
     if a == b:
         return True
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
