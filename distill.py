@@ -399,16 +399,16 @@ def collect(
         indices = [row.index for row in prompts.values()]
         teacher_rows = in_threads(teacher_prompts.usable_row, indices)
         teacher_row_of = dict(zip(prompts, teacher_rows, strict=True))
-        readable = []
+        kept = []
         for episode in episodes:
             row = teacher_row_of[episode.prompt_index]
             if row.problem and episode.finish_reason == "data":
                 continue  # as above, where the student's row has a problem
             episode.teacher_prompt_ids = row.prompt_ids
             if row.problem:
-                episode.finish_reason = "unreadable"
-            readable.append(episode)
-        episodes = readable
+                episode.finish_reason = "unreadable"  # not trained on
+            kept.append(episode)
+        episodes = kept
     return episodes
 
 

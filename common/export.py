@@ -87,7 +87,7 @@ def main(args: Args) -> None:
     # as in the template (common/rollout/opening.py). Otherwise it depended on the rows, and the
     # manifest has it.
     is_multi_turn = bool(flags.get("tools") or flags.get("environment"))
-    # a copy of sft.py has a name of its own, and this flag, too
+    # forks of sft.py have other names, and no other script has --batch-size
     is_supervised = manifest.get("script") == "sft" or "batch_size" in flags
     if vision or is_supervised or is_multi_turn:
         processor = vision.processor if vision else None

@@ -164,7 +164,7 @@ class Rollout:
     max_prompt_tokens: Count = 512  # longest prompt (tokens)
     # longest response (tokens), of all turns together; what tools return counts
     max_response_tokens: Count = 512
-    # of sampling; the trainer's log-probs use it too; vLLM takes less than 0.01 for 0.01
+    # of sampling, and of the trainer's log-probs; at least 0.01, which vLLM takes for less
     temperature: Annotated[Positive, Ge(0.01), Le(2)] = 1.0
     # FILE.py:NAME, verl's signature or TRL's; default: by the row's data_source
     reward_function: str | None = None
@@ -236,7 +236,7 @@ class Machine:
     shard_size: Count | None = None
     # compute type; engine too; master weights are float32
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    # auto: flex on GPUs of capability 8.0 or more, else sdpa; rows if packs cannot hold the model
+    # auto: flex on GPUs of capability 8.0 or more, else sdpa; rows for models that need them
     attention: Literal["auto", "flash", "flex", "sdpa", "rows"] = "auto"
     # of gated delta rules (Qwen3.5, Qwen3-Next, OLMo-Hybrid) in packs, on GPUs: transformers'
     # functions in torch, or the kernels of flash-linear-attention

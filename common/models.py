@@ -118,8 +118,8 @@ class Policy(nn.Module):
         self.model = model
         self.attention = attention
         self.vision = vision
-        # with --offload base: of this model and a critic, weights that are on the host while the
-        # engine is awake
+        # with --offload base: the frozen weights of this model, and of a critic if there is one,
+        # which are on the host while the engine is awake
         self.host_bases: list[HostBase] = []
 
     def forward(
@@ -168,13 +168,13 @@ def load_model(
     never as a whole.
 
     flag: the one that names the folder, for messages. model_class: `Policy`, or a critic on the
-    backbone of a language model or reward model. from_scratch: take the architecture
-    from the folder's config.json and initialise at random. lora_flags: the layers of the language
-    model get adapters, initialised with `seed`, and everything else is frozen. max_model_len: that
-    of the engine that samples for the model, see `set_text_lengths`. activation_memory: the share
-    of the activations that compiled layers keep for their backward. recurrent_kernels: "torch" or
-    "fla". SystemExit for a model that
-    cannot be trained here, and for files that cannot be read or do not match it.
+    backbone of a language model or reward model. from_scratch: take the architecture from the
+    folder's config.json and initialise at random. lora_flags: the layers of the language model get
+    adapters, initialised with `seed`, and everything else is frozen. max_model_len: that of the
+    engine that samples for the model, see `set_text_lengths`. activation_memory: the share of the
+    activations that compiled layers keep for their backward. recurrent_kernels: "torch" or "fla".
+    SystemExit for a model that cannot be trained here, and for files that cannot be read or do not
+    match it.
     """
     is_critic = not issubclass(model_class, Policy)
     empty_model = checked_skeleton(path, attention, trust_remote_code, flag)

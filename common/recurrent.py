@@ -52,11 +52,11 @@ def share_prompts(model: nn.Module, kernels: str = "torch") -> None:
     """Let the recurrent layers of a model take `units`.
 
     Without that keyword they compute what they did before, with the same functions. With
-    kernels="fla" packs are computed by `BY_FLA`, and without the keyword the functions that it
-    replaces are those in torch. The functions are replaced in the module of transformers that
-    defines the model, for all models of its kind in this process. SystemExit if it lacks the
-    convolution, which all recurrent layers have, or if Hugging Face's package `kernels` hides a
-    function.
+    kernels="fla" the entries of `BY_FLA` compute packs in place of those of `OVER_PACKS`; without
+    the keyword these functions run in torch. The functions are replaced in the module of
+    transformers that defines the model, for all models of its kind in this process. SystemExit if
+    it lacks the convolution, which all recurrent layers have, or if Hugging Face's package
+    `kernels` hides a function.
     """
     modeling = sys.modules[type(model).__module__]
     kind = model.config.model_type

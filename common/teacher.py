@@ -1,5 +1,5 @@
-"""The teacher of a distillation: whether it reads the student's tokens, its predictions, prompts of
-its own, and responses of the data set."""
+"""The teacher of a distillation: its predictions, prompts of its own, the responses of a data set,
+and the check that it reads the student's tokens."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -316,7 +316,7 @@ class Sandbox:
         if message != "done":
             self.excess = message  # it has killed the child, whose socket ends next
         elif self.state == State.CLEANING:
-            self.excess = ""  # what has come since may be about the last child
+            self.excess = ""  # what came before "done" may be about the last child
             self.send(0, self.block.earlier, self.block.pictures)
         elif self.block:
             # the sandbox before this one was lost on what an earlier trajectory had left
@@ -326,8 +326,8 @@ class Sandbox:
         return None
 
     def on_message(self, message: bytes) -> ToolReply | None:
-        """A message of the child, or of the program, which can write there, too: it may claim what
-        it could have printed."""
+        """A message of the child; or of the program, which can write there, too. That does no harm:
+        what it claims there, it could have printed."""
         if self.state == State.REPEATING:
             # the policy has read the replies of earlier blocks
             self.messages_before -= 1

@@ -189,8 +189,8 @@ class LiveEnvironments:
         return ""
 
     def close_with_reward(self, key: int) -> dict:
-        """Close an environment. Returns the fields of a reply, whose info has its reward: none if
-        the class has none, None if there is none yet, as before the first turn."""
+        """Close an environment. Returns the fields of a reply. Its info has a "reward" only if the
+        class has one; the value is None if there is none yet, as before the first turn."""
         environment = self.environments[key]
         try:
             reward = first_attribute(environment, "reward", "get_reward", default=MISSING)

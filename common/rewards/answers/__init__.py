@@ -292,7 +292,7 @@ def same_as_relation(text: str, relation: Relation, other: str, depth: int) -> b
 
 
 def is_result(result: Relation, truth: str, depth: int) -> bool:
-    r"""Whether a + b = 7, 3 + 4 = 7 or \cos 2\alpha = 7 tells the number that is asked for; 2x = 6
+    r"""Whether a + b = 7, 3 + 4 = 7 or \tan 2\alpha = 7 tells the number that is asked for; 2x = 6
     and 2\theta = 6 do not."""
     sides, signs = result
     is_number = re.search("[0-9]", sides[-1]) and not symbols_in(sides[-1])
