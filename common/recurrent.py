@@ -72,28 +72,30 @@ def share_prompts(model: nn.Module, kernels: str = "torch") -> None:
                 f"{kind}: the package kernels stands between its recurrent layers and their "
                 "functions in torch, the only ones with shared prompts: export USE_HUB_KERNELS=0"
             )
-        if kernels == "fla" and name in BY_FLA:
-            # without units in torch: what `check_policy` compares the kernel with
-            function = inspect.unwrap(function)
+        is_kernel = kernels == "fla" and name in BY_FLA
+        if is_kernel:
             over_pack = BY_FLA[name]
-        setattr(modeling, name, taking_units(function, over_pack))
+        setattr(modeling, name, taking_units(function, over_pack, is_kernel))
 
 
-def taking_units(function: Callable, over_pack: Callable) -> Callable:
+def taking_units(function: Callable, over_pack: Callable, is_kernel: bool = False) -> Callable:
     """`function`, and `over_pack` in its place if a layer passes `units`.
 
-    `over_pack` gets transformers' own function in torch. Its wrapper of the same name would call a
-    kernel of flash-linear-attention, causal-conv1d or mamba-ssm instead, if that is installed.
+    `function` is transformers' wrapper of a function in torch. It calls a kernel of
+    flash-linear-attention, causal-conv1d or mamba-ssm instead, if that is installed. Packs get the
+    function in torch. With `is_kernel` it is the other way round: packs get `function`, and without
+    units it is the one in torch, with which `check_policy` compares them.
     """
-    function_in_torch = inspect.unwrap(function)
+    in_torch = inspect.unwrap(function)
+    in_packs, without_units = (function, in_torch) if is_kernel else (in_torch, function)
 
     @wraps(function)
     def dispatch(*arguments, units=None, seq_idx=None, **options):
         if units is None:
             units = seq_idx  # see `recurrent_inputs`
         if units is None:
-            return function(*arguments, **options)
-        return over_pack(function_in_torch, units, *arguments, **options)
+            return without_units(*arguments, **options)
+        return over_pack(in_packs, units, *arguments, **options)
 
     dispatch.replaced = function
     return dispatch
@@ -332,8 +334,8 @@ def convolution_in_one_call(
     bias: Tensor | None = None,
     **options: object,
 ) -> Tensor:
-    """What `convolution_over_pack` computes, in one call: each segment behind the inputs before it,
-    which for a prompt are zeros."""
+    """What `convolution_over_pack` computes, in one call, which may be of a kernel: each segment
+    behind the inputs before it, which for a prompt are zeros."""
     num_before = weight.shape[1] - 1
     row, positions = places_behind_states(tuple(map(tuple, units)), num_before, inputs.device)
     with_zeros = nn.functional.pad(inputs, (0, 1))

@@ -352,7 +352,22 @@ def test_the_kernels_of_the_last_model_count(tmp_path):
         random_model("qwen3_5_text", tmp_path, recurrent_kernels=kernels)
         rule = inspect.getclosurevars(modeling.torch_chunk_gated_delta_rule).nonlocals["over_pack"]
         rules.append(rule)
+        # always the one of transformers, with its kernels
+        assert hasattr(modeling.causal_conv1d_fn.replaced, "__wrapped__")
     assert rules == [delta_rule_over_pack, delta_rule_by_fla, delta_rule_over_pack]
+
+
+def test_with_kernels_packs_take_them_and_all_else_the_function_in_torch():
+    @wraps(conv1d)
+    def kernel(*arguments, **options):
+        raise NotImplementedError
+
+    convolution = taking_units(kernel, convolution_in_one_call, is_kernel=True)
+    inputs = torch.randn(1, 3, 11)
+    weight = torch.randn(3, 4)
+    assert torch.equal(convolution(inputs, weight), conv1d(inputs, weight))
+    with pytest.raises(NotImplementedError):
+        convolution(inputs, weight, units=[[5, 2, 1], [3]])
 
 
 def test_packs_take_the_function_in_torch_and_all_else_the_kernel():
