@@ -32,8 +32,8 @@ from common.types import Episode
 from common.vision import Vision
 
 Result = TypeVar("Result")
-# the episodes of a micro-batch by index: a list for each time that a prompt is stored, so of one
-# episode in rows and where prompts are not shared
+# a micro-batch's episodes, by index: one list for each stored copy of a prompt. In rows, and where
+# prompts are not shared, each list has one episode.
 Bin = list[list[int]]
 # What a micro-batch costs beside its tokens, in tokens: casting and copying weights and adding up
 # gradients takes an H100 as long as 1,450 to 1,800 tokens do, for models of any size (calculated,

@@ -47,7 +47,7 @@ class Rehearsal:
     rehearsal = Rehearsal(job, packer, args.rollout, [optimizer])
     while rehearsal.is_due:
         with rehearsal.attempt() as minibatch:
-            ...  # backward of `minibatch`, which has `packer.episodes` and `packer.index`
+            ...  # backward of `minibatch`; its episodes are `packer.episodes`, by `packer.index`
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from common.progress import say
 
 # bytes of a rank that an update leaves free: for what follows it, page tables, other programs
 RESERVE = 2**28
-# the fewest bytes so far of this process's data that were not in memory
+# the fewest bytes so far of this process's data that were not in memory: about its threads' stacks
 _untouched = [2**63]
 
 
@@ -35,9 +35,9 @@ def limited_memory(device: torch.device) -> Iterator[None]:
     if device.type != "cpu" or not resident:  # 0 without Linux's /proc
         yield
         return
-    # Data that are not in memory: stacks of threads, which are hardly touched, and what malloc has
-    # given back. It may take that again, so the share covers it. At times it has given back nearly
-    # nothing: the minimum is the stacks alone.
+    # Data that are not in memory are of two kinds. What malloc has given back is free memory, so
+    # the share has it already. The stacks of threads, hardly touched, are not in the share, and
+    # are added. At times malloc has given back nearly nothing: the minimum is the stacks alone.
     _untouched[0] = min(_untouched[0], data - resident)
     share = free_memory() // ranks_here() - RESERVE
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -35,8 +35,8 @@ def score(solution_str: str, ground_truth: str | dict) -> dict:
     last complete <answer>…</answer>. Many scorers give part of 1 for an answer that is nearly
     right, and some a little for one that is wrong. An answer at which a scorer fails gets 0.
     """
-    truth = ground_truth  # common.score has already read that of an evaluation's sample
-    if isinstance(truth, str):
+    truth = ground_truth
+    if isinstance(truth, str):  # common.score has parsed an evaluation's sample already
         truth = json.loads(truth)
     answer = last_answer(solution_str)
     value = 0.0

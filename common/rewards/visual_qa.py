@@ -57,8 +57,8 @@ def unboxed(answer: str) -> str:
 
 # --- one spelling ---
 
-# turn LaTeX in lower case, but for its formulas, into what a reader sees: (pattern, replacement),
-# applied in this order
+# (pattern, replacement), applied in this order to a text in lower case: its LaTeX becomes what a
+# reader sees, but formulas such as \frac{1}{2} stay LaTeX
 READABLE = [
     (r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})", "°"),
     (r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", r"\1"),
