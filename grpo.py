@@ -891,7 +891,7 @@ def main(args: Args, demo: bool = False) -> None:
             unscored.end_run(step + 1)
         if exit_code and not is_last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # the status of a process that the signal has ended
+            raise SystemExit(exit_code)  # 130 after Ctrl-C, 143 after any other signal
 
     folder = job.output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

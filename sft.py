@@ -392,7 +392,7 @@ def main(args: Args, demo: bool = False) -> None:
                 checkpoints.save(step + 1, loss)
         if exit_code and not is_last:
             logger.event({"event": "stopped", "step": step + 1})
-            raise SystemExit(exit_code)  # the status of a process that the signal has ended
+            raise SystemExit(exit_code)  # 130 after Ctrl-C, 143 after any other signal
 
     folder = output_dir / "model"
     export_hugging_face(policy, job.tokenizer, folder, world, job.compute_dtype, job.run.model)

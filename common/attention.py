@@ -365,7 +365,7 @@ def block_mask(
     """For flex attention: which query sees which key, from the bounds of segments.
 
     All is made on the host, which is ahead of a GPU and does not wait for it. torch's
-    `create_block_mask` would make it from a dense [L, L] mask: 2.6 GB for 16,384 tokens.
+    `create_block_mask` would go through dense [L, L] masks: 2.6 GB at its peak for 16,384 tokens.
     """
     lengths: list[int] = []  # of segments in tokens
     unit_of_segment: list[int] = []

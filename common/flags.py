@@ -164,7 +164,7 @@ class Rollout:
     max_prompt_tokens: Count = 512  # longest prompt (tokens)
     # longest response (tokens), of all turns together; what tools return counts
     max_response_tokens: Count = 512
-    # of sampling, and of the trainer's log-probs; at least 0.01, which vLLM takes for less
+    # of sampling, and of the trainer's log-probs; at least 0.01, to which vLLM raises what is less
     temperature: Annotated[Positive, Ge(0.01), Le(2)] = 1.0
     # FILE.py:NAME, verl's signature or TRL's; default: by the row's data_source
     reward_function: str | None = None
@@ -192,10 +192,10 @@ class Rollout:
     engine_memory: Positive | None = None
     # further arguments of vLLM, such as '{"kv_cache_dtype": "fp8"}'
     engine_args: JsonObject | None = None
-    # engine while updating: 1 to host, 2 dropped, 0 stays (if others use the GPU, who could take
-    # what it frees)
+    # the engine's weights while updating: 1 to the host, 2 dropped, 0 stay (if others use the GPU,
+    # who could take what is freed)
     sleep_level: Literal[0, 1, 2] = SLEEP_LEVEL
-    # stop if |engine - trainer| log-probs exceed this mean; default by dtype
+    # stop if the mean |engine - trainer| of the log-probs exceeds this; default by dtype
     max_logprob_gap: Positive | None = None
     # samples per row in evaluation, with --eval-temperature; above 1: pass@k, maj@k
     eval_samples: Count = 1

@@ -278,6 +278,7 @@ def protocol_of(tokenizer, schemas: Iterable[dict] = ()) -> ToolProtocol:
 def native_calls(tokenizer, chat_template: str) -> dict | None:
     """The format in which the chat template writes calls, of `CALL_FORMATS` or the tokenizer's.
 
+    chat_template: the tokenizer's own, an argument so that the cache notices when it is replaced.
     None if the template writes them as Hermes, or writes none. ValueError for an unknown format.
     """
     if "tool_calls" not in chat_template:
@@ -303,8 +304,8 @@ def native_calls(tokenizer, chat_template: str) -> dict | None:
     }
     render = partial(tokenizer.apply_chat_template, tools=[schema], tokenize=False)
     try:
-        # A template that needs `tools` raises, and its calls count as of no known format: prompts
-        # without tools and replies are rendered like this, with Hermes all prompts.
+        # A template that fails without `tools` counts as of no known format: prompts that offer no
+        # tools, and replies, are rendered without them, and with Hermes every prompt is.
         render(question, tools=None)
         before = render(question, add_generation_prompt=True)
         rendered = render([*question, reply]).removeprefix(before)

@@ -54,8 +54,8 @@ def repack_experts() -> None:
 
 
 def rotate_rows() -> None:
-    """vLLM's rotary kernel on CPUs reads [tokens, heads, size], as LFM2 passes it, as if it were
-    [tokens, heads * size] of fewer tokens."""
+    """vLLM's rotary kernel on CPUs takes each head of [tokens, heads, size], as LFM2 passes it, for
+    a token of its own: it rotates the first heads, by wrong positions, and leaves the rest."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     rotate = RotaryEmbedding.forward_cpu
@@ -86,10 +86,10 @@ def leave_transformers_alone() -> None:
 
 
 class GptOssWeights:
-    """The weights of gpt-oss so that vLLM replaces them all.
+    """The weights of gpt-oss, in a form in which a reload by vLLM replaces them all.
 
-    vLLM copies its fused experts and its sinks past its weight loaders; during a reload that writes
-    nowhere. Single experts do have loaders, and sinks are copied when all else is loaded.
+    vLLM copies its fused experts and its sinks past its weight loaders; in a reload such a copy
+    writes nowhere. Single experts do have loaders, and sinks are copied when all else is loaded.
     """
 
     def __init__(self, weights: Weights):
