@@ -42,7 +42,7 @@ def main(args: Args) -> None:
     tables = files_in(args.folder)
     if not tables:
         raise SystemExit(
-            f"--folder {args.folder}: there is no .json, .jsonl or .parquet file; --repository "
+            f"--folder {args.folder}: there is no .json or .parquet file; --repository "
             "downloads some"
         )
     for archive in sorted(args.folder.glob("*.zip")):
