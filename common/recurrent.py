@@ -287,9 +287,13 @@ def delta_rule_by_fla(
 
     def apply(sequences: Sequences, states: Tensor | None) -> tuple[Tensor, Tensor]:
         """Outputs [1, T, H, V] and the states [N, H, K, V] after each sequence."""
-        parts = (tensor[:, sequences.places] for tensor in (query, key, value, g, beta))
+        places = sequences.places
         return chunk_gated_delta_rule(
-            **dict(zip(("q", "k", "v", "g", "beta"), parts)),
+            q=query[:, places],
+            k=key[:, places],
+            v=value[:, places],
+            g=g[:, places],
+            beta=beta[:, places],
             initial_state=states,
             output_final_state=True,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,

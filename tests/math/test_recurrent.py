@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial, wraps
 from importlib.util import find_spec
 from itertools import pairwise
@@ -17,7 +18,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import common.recurrent
-from common.exactness import check_recurrent_kernels
+from common.exactness import check_policy, check_recurrent_kernels
 from common.flags import Machine
 from common.models import Policy, load_model
 from common.packing import Layout, TokenIndex, pack
@@ -267,30 +268,43 @@ def test_convolutions_in_one_call_are_those_segment_by_segment():
         assert (one - other).abs().max() < 1e-12 * one.abs().max()
 
 
-def test_delta_rules_in_two_calls_are_those_segment_by_segment(monkeypatch):
-    """In place of the kernel of flash-linear-attention transformers' function, which is called for
-    one sequence after another as that kernel is documented."""
+def delta_rule_in_torch() -> Callable:
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-    rule = inspect.unwrap(torch_chunk_gated_delta_rule)
-    num_sequences = []
+    function = getattr(torch_chunk_gated_delta_rule, "replaced", torch_chunk_gated_delta_rule)
+    return inspect.unwrap(function)
 
-    def kernel(q, k, v, *, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, **options):
-        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
-        bounds = list(pairwise(cu_seqlens.tolist()))
-        num_sequences.append(len(bounds))
-        states = [None] * len(bounds) if initial_state is None else initial_state.split(1)
-        results = []
-        for (start, end), state in zip(bounds, states, strict=True):
-            tensors = (tensor[:, start:end] for tensor in (q, k, v))
-            gates = {"g": g[:, start:end], "beta": beta[:, start:end]}
-            results.append(rule(*tensors, **gates, initial_state=state, **options))
-        outputs, final_states = zip(*results)
-        return torch.cat(outputs, dim=1), torch.cat(final_states)
 
+def sequence_by_sequence(q, k, v, *, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, **options):
+    """In place of the kernel of flash-linear-attention transformers' function, which is called for
+    one sequence after another as that kernel is documented."""
+    assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+    bounds = list(pairwise(cu_seqlens.tolist()))
+    states = [None] * len(bounds) if initial_state is None else initial_state.split(1)
+    results = []
+    for (start, end), state in zip(bounds, states, strict=True):
+        tensors = (tensor[:, start:end] for tensor in (q, k, v))
+        gates = {"g": g[:, start:end], "beta": beta[:, start:end]}
+        results.append(delta_rule_in_torch()(*tensors, **gates, initial_state=state, **options))
+    outputs, final_states = zip(*results)
+    return torch.cat(outputs, dim=1), torch.cat(final_states)
+
+
+def install_kernel(monkeypatch, kernel: Callable) -> None:
     package = ModuleType("fla.ops.gated_delta_rule")
     package.chunk_gated_delta_rule = kernel
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", package)
+
+
+def test_delta_rules_in_two_calls_are_those_segment_by_segment(monkeypatch):
+    num_sequences = []
+
+    def kernel(*arguments, **options):
+        num_sequences.append(len(options["cu_seqlens"]) - 1)
+        return sequence_by_sequence(*arguments, **options)
+
+    install_kernel(monkeypatch, kernel)
+    rule = delta_rule_in_torch()
     length = sum(map(sum, UNITS))
     query, key, value = (torch.randn(1, length, 2, 4, requires_grad=True) for _ in range(3))
     g = torch.rand(1, length, 2).neg().requires_grad_()
@@ -355,6 +369,20 @@ def test_the_kernels_of_the_last_model_count(tmp_path):
         # always the one of transformers, with its kernels
         assert hasattr(modeling.causal_conv1d_fn.replaced, "__wrapped__")
     assert rules == [delta_rule_over_pack, delta_rule_by_fla, delta_rule_over_pack]
+
+
+def test_the_check_at_the_start_refuses_a_kernel_that_is_wrong(tmp_path, monkeypatch, world):
+    policy = random_model("qwen3_5_text", tmp_path, recurrent_kernels="fla")
+    name = "--model x --recurrent-kernels fla"
+    install_kernel(monkeypatch, sequence_by_sequence)
+    check_policy(policy, torch.float32, name)
+
+    def forgetful(*arguments, **options):
+        return sequence_by_sequence(*arguments, **(options | {"initial_state": None}))
+
+    install_kernel(monkeypatch, forgetful)
+    with pytest.raises(SystemExit, match=r"--recurrent-kernels fla: .* away from the model's own"):
+        check_policy(policy, torch.float32, name)
 
 
 def test_with_kernels_packs_take_them_and_all_else_the_function_in_torch():
